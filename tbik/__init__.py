@@ -1,0 +1,58 @@
+"""tbik: the same sum has the same bits, whatever the layout.
+
+The public names are loaded when they are first used, so that `import tbik` costs nothing. The order: ORDER.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tbik.errors import IntegrityError, PlanError, TbikError, TransportError, TransportTimeout
+from tbik.plan import TreePlan
+from tbik.tree import ORDER_VERSION
+
+if TYPE_CHECKING:
+    from tbik import nn, ops
+    from tbik.collectives import Cover, all_reduce, reduce_scatter
+    from tbik.packing import freeze, unfreeze
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Cover": "tbik.collectives",
+    "all_reduce": "tbik.collectives",
+    "reduce_scatter": "tbik.collectives",
+    "freeze": "tbik.packing",
+    "unfreeze": "tbik.packing",
+    "nn": "tbik.nn",
+    "ops": "tbik.ops",
+}
+
+__all__ = [
+    "ORDER_VERSION",
+    "Cover",
+    "IntegrityError",
+    "PlanError",
+    "TbikError",
+    "TransportError",
+    "TransportTimeout",
+    "TreePlan",
+    "all_reduce",
+    "freeze",
+    "nn",
+    "ops",
+    "reduce_scatter",
+    "unfreeze",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tbik' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    module = importlib.import_module(_LAZY[name])
+    return module if _LAZY[name] == f"tbik.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

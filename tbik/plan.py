@@ -1,0 +1,386 @@
+"""TreePlan: everything that can change a bit and is not fixed by ORDER_VERSION, and the shards a model gets under it.
+
+    plan  = (leaves, acc_dtype, wire_dtype, grad_wire_dtype, leaf kind)          fingerprint = hash(plan, ORDER_VERSION)
+    shard = run of leaves [lo, hi) per rank and contraction; rows [cut(lo), cut(hi)) of that contraction
+
+Standard library only; dtypes are strings. Specification: ORDER.md, T6, T7, P1.
+Bits: a plan is layout-invariant, i.e. no field depends on a world size (tests/test_plan.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tbik import tree
+from tbik.errors import PlanError
+
+Run = tuple[int, int]
+"""Leaves [lo, hi)."""
+
+ACC_DTYPES = ("float32", "float64")
+WIRE_DTYPES = (None, "float32", "float64", "bfloat16")
+LEAF_KINDS = ("fma",)
+MAX_LEAVES = 4096
+CANDIDATE_LEAVES = range(8, 65)
+PREFERRED_GRANULE = 16
+IMBALANCE_LIMIT = 1.5
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """What two runs must share to give the same bits.
+
+    leaves: number of leaves L of every contraction; any L >= 1, independent of the world size.
+    acc_dtype: dtype of leaves and nodes; "float32" for bf16/fp16/fp32 operands, "float64" for fp64 operands.
+    wire_dtype: None (= acc_dtype) or "bfloat16": rounds every leaf, node and root of trees that may cross ranks.
+    grad_wire_dtype: the same for weight gradients, from the sample leaf upwards.
+    leaf: "fma", the ascending chain of fused multiply-adds.
+
+    Errors: PlanError for a value that no kernel obeys.
+    """
+
+    leaves: int = 8
+    acc_dtype: str = "float32"
+    wire_dtype: str | None = None
+    grad_wire_dtype: str | None = None
+    leaf: str = "fma"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.leaves, bool) or not isinstance(self.leaves, int) or not 1 <= self.leaves <= MAX_LEAVES:
+            raise PlanError(f"TreePlan.leaves: expected an integer 1..{MAX_LEAVES}, got {self.leaves!r}")
+        if self.acc_dtype not in ACC_DTYPES:
+            raise PlanError(f"TreePlan.acc_dtype: expected one of {ACC_DTYPES}, got {self.acc_dtype!r}")
+        for name in ("wire_dtype", "grad_wire_dtype"):
+            value = getattr(self, name)
+            allowed = (None, self.acc_dtype) + (("bfloat16",) if self.acc_dtype == "float32" else ())
+            if value not in allowed:
+                raise PlanError(
+                    f"TreePlan.{name}: expected one of {allowed} with acc_dtype={self.acc_dtype!r}, got {value!r}"
+                )
+            if value == self.acc_dtype:  # one spelling, so that equal plans compare equal
+                object.__setattr__(self, name, None)
+        if self.leaf not in LEAF_KINDS:
+            raise PlanError(
+                f"TreePlan.leaf: expected one of {LEAF_KINDS}, got {self.leaf!r}; tensor-core leaves ('mma') have no "
+                "kernel in this version"
+            )
+
+    def key(self) -> str:
+        """The canonical text of the plan; `TreePlan.from_key` reads it back."""
+        return json.dumps({"order_version": tree.ORDER_VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_key(cls, key: str) -> TreePlan:
+        """Inverse of `key`; refuses another ORDER_VERSION, unknown fields and text that is no key."""
+        return _from_key(key)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of SHA-256(key): equal if and only if the plans promise the same bits."""
+        return hashlib.sha256(self.key().encode()).hexdigest()[:16]
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        """Leaf boundaries of a contraction of `length` (tree.cuts)."""
+        return tree.cuts(length, self.leaves)
+
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelShape | Mapping[str, Any] | str | Path | Any,
+        tp_sizes: Iterable[int],
+        equal: bool = False,
+        **fields: Any,
+    ) -> TreePlan:
+        """The plan whose L serves every TP size (ORDER.md T7); `fields` are passed on to the plan.
+
+        config: a ModelShape, a Hugging Face config (object, mapping, folder or config.json).
+        equal: every rank holds exactly K/W rows of each contraction (vLLM).
+        Errors: PlanError naming, per TP size and contraction, the cut that fails.
+        """
+        shape = ModelShape.from_config(config)
+        sizes = sorted({_positive_int("TreePlan.for_model: TP size", tp) for tp in tp_sizes})
+        if not sizes:
+            raise PlanError("TreePlan.for_model: expected at least one TP size, got none")
+        best: tuple[bool, int, int] | None = None
+        for leaves in CANDIDATE_LEAVES:
+            try:
+                layouts = [model_layout(shape, leaves, tp, equal) for tp in sizes]
+            except PlanError:
+                continue
+            if any(max(hi - lo for lo, hi in x.heads) > IMBALANCE_LIMIT * -(-shape.heads // x.tp) for x in layouts):
+                continue
+            coarse = all(tree.granule(length, leaves) >= PREFERRED_GRANULE for length in shape.contractions().values())
+            # a single rank folds its root and sends no cover, so TP=1 does not count
+            num_nodes = max((len(tree.cover(*run)) for x in layouts if x.tp > 1 for run in x.attention), default=1)
+            key = (not coarse, num_nodes, leaves)
+            best = key if best is None else min(best, key)
+        if best is None:
+            raise PlanError(_explain_no_leaves(shape, sizes, equal))
+        return cls(leaves=best[2], **fields)
+
+    def layout(self, config: ModelShape | Mapping[str, Any] | str | Path | Any, tp: int, equal: bool = False) -> Layout:
+        """Which leaves, heads and rows each of `tp` ranks holds. Errors: PlanError naming the cut that fails."""
+        return model_layout(ModelShape.from_config(config), self.leaves, tp, equal)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The lengths of a decoder's contractions."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _positive_int(f"ModelShape.{name}", value)
+        if self.heads % self.kv_heads:
+            raise PlanError(f"ModelShape: expected kv_heads to divide heads, got heads={self.heads}, {self.kv_heads=}")
+
+    @classmethod
+    def from_config(cls, config: ModelShape | Mapping[str, Any] | str | Path | Any) -> ModelShape:
+        """Reads a Hugging Face config: an object, a mapping, a model folder or a config.json."""
+        if isinstance(config, ModelShape):
+            return config
+        if isinstance(config, (str, Path)):
+            path = Path(config)
+            path = path / "config.json" if path.is_dir() else path
+            if not path.is_file():
+                raise PlanError(
+                    f"ModelShape.from_config: expected a model folder or a config.json, found no file {path}"
+                )
+            config = json.loads(path.read_text())
+        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        if isinstance(fields.get("text_config"), Mapping):
+            fields = fields["text_config"]
+        names = ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+        missing = [name for name in names if not isinstance(fields.get(name), int)]
+        if missing:
+            raise PlanError(
+                f"ModelShape.from_config: the config lacks {missing}; expected a decoder such as Llama or Qwen"
+            )
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        return cls(
+            heads=heads,
+            kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=fields.get("head_dim") or hidden // heads,
+            hidden=hidden,
+            intermediate=fields["intermediate_size"],
+            vocab=fields["vocab_size"],
+        )
+
+    def contractions(self) -> dict[str, int]:
+        """Every length that some tree reduces over, forward or backward."""
+        return {
+            "attention output": self.heads * self.head_dim,
+            "keys/values": self.kv_heads * self.head_dim,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+            "vocabulary": self.vocab,
+        }
+
+
+class Layout(NamedTuple):
+    """What each rank of one TP size holds: half-open ranges, one per rank."""
+
+    tp: int
+    attention: tuple[Run, ...]  # leaves of the attention contractions (q/k/v rows, o columns)
+    heads: tuple[Run, ...]  # query heads
+    kv_heads: tuple[Run, ...]  # KV heads, replicated where two ranks need one
+    mlp: tuple[Run, ...]  # leaves of gate/up rows, down columns
+    vocab: tuple[Run, ...]  # leaves of embedding and lm_head rows
+
+
+@lru_cache(maxsize=4096)
+def model_layout(shape: ModelShape, leaves: int, tp: int, equal: bool = False) -> Layout:
+    """ORDER.md T6 for the attention, MLP and vocabulary contractions of one TP size.
+
+    With equal=True the vocabulary keeps the general split: engines with equal shards gather their logits.
+    Errors: PlanError naming the contraction and the cut.
+    """
+    _positive_int("model_layout: TP size", tp)
+    attention = _attention_runs(shape, leaves, tp, equal)
+    q_cuts = tree.cuts(shape.heads * shape.head_dim, leaves)
+    heads = tuple((q_cuts[lo] // shape.head_dim, q_cuts[hi] // shape.head_dim) for lo, hi in attention)
+    return Layout(
+        tp=tp,
+        attention=attention,
+        heads=heads,
+        kv_heads=tuple(_kv_heads_of(shape, run) for run in heads),
+        mlp=_plain_runs("intermediate", shape.intermediate, leaves, tp, equal),
+        vocab=_plain_runs("vocabulary", shape.vocab, leaves, tp, equal=False),
+    )
+
+
+def leaf_runs(length: int, leaves: int, tp: int) -> tuple[Run, ...]:
+    """The runs of a contraction without heads: smallest largest number of leaves, then fewest cover nodes, then T6."""
+    return _plain_runs("contraction", length, leaves, tp, equal=False)
+
+
+def best_split(
+    points: Sequence[int], parts: int, size: Callable[[int, int], int], legal: Callable[[int, int], bool]
+) -> tuple[Run, ...] | None:
+    """The legal split of [points[0], points[-1]) into `parts` runs between points (ORDER.md T6), None if there is none.
+
+    Order of preference: smallest largest size, fewest cover nodes on any rank, lexicographically largest sizes.
+    """
+    n = len(points)
+    runs = {(i, j): (points[i], points[j]) for i in range(n) for j in range(i + 1, n)}
+    runs = {key: run for key, run in runs.items() if size(*run) > 0 and legal(*run)}
+    for cost in (size, lambda lo, hi: len(tree.cover(lo, hi))):
+        bound = _smallest_largest(runs, n, parts, cost)
+        if bound is None:
+            return None
+        runs = {key: run for key, run in runs.items() if cost(*run) <= bound}
+    # can_end[r]: points from which `r` runs reach the end
+    can_end: list[set[int]] = [{n - 1}]
+    for _ in range(parts):
+        can_end.append({i for i, j in runs if j in can_end[-1]})
+    split, start = [], 0
+    for remaining in range(parts - 1, -1, -1):
+        start, run = max(
+            ((j, run) for (i, j), run in runs.items() if i == start and j in can_end[remaining]),
+            key=lambda item: size(*item[1]),
+        )
+        split.append(run)
+    return tuple(split)
+
+
+def _smallest_largest(
+    runs: Mapping[tuple[int, int], Run], num_points: int, parts: int, cost: Callable[[int, int], int]
+) -> int | None:
+    reach: dict[int, int] = {0: 0}  # point -> smallest possible largest cost of the runs so far
+    for _ in range(parts):
+        following: dict[int, int] = {}
+        for (i, j), run in runs.items():
+            if i in reach:
+                worst = max(reach[i], cost(*run))
+                following[j] = min(worst, following.get(j, worst))
+        reach = following
+    return reach.get(num_points - 1)
+
+
+def _kv_heads_of(shape: ModelShape, heads: Run) -> Run:
+    group = shape.heads // shape.kv_heads
+    return heads[0] // group, -(-heads[1] // group)
+
+
+def _attention_runs(shape: ModelShape, leaves: int, tp: int, equal: bool) -> tuple[Run, ...]:
+    q_length, kv_length = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    q_cuts, kv_cuts = tree.cuts(q_length, leaves), tree.cuts(kv_length, leaves)
+    where = f"TP={tp}, L={leaves}: attention ({shape.heads} query heads, {shape.kv_heads} KV heads of {shape.head_dim})"
+    if tp > shape.heads:
+        raise PlanError(f"{where}: expected TP <= {shape.heads}, one query head per rank at least")
+
+    def size(lo: int, hi: int) -> int:
+        return (q_cuts[hi] - q_cuts[lo]) // shape.head_dim
+
+    def kv_present(lo: int, hi: int) -> bool:
+        first, last = _kv_heads_of(shape, (q_cuts[lo] // shape.head_dim, q_cuts[hi] // shape.head_dim))
+        if kv_cuts[lo] == kv_cuts[hi]:
+            return True
+        return first * shape.head_dim <= kv_cuts[lo] and kv_cuts[hi] <= last * shape.head_dim
+
+    if equal:
+        runs = _equal_runs(f"{where}, equal shards", q_cuts, tp)
+        for rank, (lo, hi) in enumerate(runs):
+            if q_cuts[lo] % shape.head_dim or q_cuts[hi] % shape.head_dim:
+                raise PlanError(
+                    f"{where}: rank {rank} would hold q rows [{q_cuts[lo]}, {q_cuts[hi]}), which cut a head"
+                )
+            if not kv_present(lo, hi):
+                raise PlanError(
+                    f"{where}: rank {rank} holds leaves [{lo}, {hi}), whose k/v rows [{kv_cuts[lo]}, {kv_cuts[hi]}) "
+                    "leave the KV heads present there"
+                )
+        return runs
+    points = [i for i in range(leaves + 1) if q_cuts[i] % shape.head_dim == 0]
+    points = [p for k, p in enumerate(points) if k + 1 == len(points) or q_cuts[points[k + 1]] > q_cuts[p]]
+    split = best_split(points, tp, size, kv_present)
+    if split is None:
+        interior = [q_cuts[p] // shape.head_dim for p in points[1:-1]]
+        raise PlanError(
+            f"{where}: no legal split. q cuts at {_shorten(q_cuts[1:-1])}; of these only {_shorten(interior) or 'none'} "
+            f"(in heads) are head cuts; k/v cuts at {_shorten(kv_cuts[1:-1])} must stay inside the KV heads of the rank. "
+            "TreePlan.for_model(config, tp_sizes) finds an L that fits"
+        )
+    return split
+
+
+def _plain_runs(name: str, length: int, leaves: int, tp: int, equal: bool) -> tuple[Run, ...]:
+    where = f"TP={tp}, L={leaves}: {name} ({length})"
+    if equal:
+        return _equal_runs(f"{where}, equal shards", tree.cuts(length, leaves), tp)
+    split = best_split(range(leaves + 1), tp, lambda lo, hi: hi - lo, lambda lo, hi: True)
+    if split is None:
+        raise PlanError(f"{where}: expected TP <= {leaves}, one leaf per rank at least")
+    return split
+
+
+def _equal_runs(where: str, cuts: Sequence[int], tp: int) -> tuple[Run, ...]:
+    length = cuts[-1]
+    if length % tp:
+        raise PlanError(f"{where}: {length} rows do not divide by {tp}")
+    leaf_at = {cut: i for i, cut in enumerate(cuts)}
+    for rank in range(1, tp):
+        if length // tp * rank not in leaf_at:
+            raise PlanError(f"{where}: row {length // tp * rank} (rank {rank}) is no leaf cut; cuts: {_shorten(cuts)}")
+    ends = [0, *(leaf_at[length // tp * rank] for rank in range(1, tp)), len(cuts) - 1]
+    return tuple(zip(ends, ends[1:], strict=False))
+
+
+def _explain_no_leaves(shape: ModelShape, sizes: Sequence[int], equal: bool) -> str:
+    lines = [
+        f"TreePlan.for_model: no L in 8..64 serves TP sizes {list(sizes)}. Per TP size, the best L alone fails so:"
+    ]
+    for tp in sizes:
+        reasons: dict[str, int] = {}
+        served = []
+        for leaves in CANDIDATE_LEAVES:
+            try:
+                layout = model_layout(shape, leaves, tp, equal)
+            except PlanError as error:
+                reasons.setdefault(str(error), leaves)
+                continue
+            largest, limit = max(hi - lo for lo, hi in layout.heads), IMBALANCE_LIMIT * -(-shape.heads // tp)
+            if largest > limit:
+                reasons.setdefault(f"TP={tp}, L={leaves}: largest shard {largest} heads, limit {limit:g}", leaves)
+            else:
+                served.append(leaves)
+        lines.append(f"  TP={tp}: served by L in {_shorten(served)}" if served else f"  {next(iter(reasons))}")
+    return "\n".join(lines)
+
+
+def _shorten(values: Sequence[int]) -> str:
+    text = [str(v) for v in values]
+    return ", ".join(text if len(text) <= 12 else [*text[:10], "...", text[-1]])
+
+
+def _positive_int(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{where}: expected an integer >= 1, got {value!r}")
+    return value
+
+
+@lru_cache(maxsize=256)
+def _from_key(key: str) -> TreePlan:
+    try:
+        fields = json.loads(key)
+        version = fields.pop("order_version")
+        if version != tree.ORDER_VERSION:
+            raise PlanError(
+                f"TreePlan.from_key: ORDER_VERSION {version} differs from this library's {tree.ORDER_VERSION}; "
+                "use the tbik version that wrote the plan"
+            )
+        return TreePlan(**fields)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise PlanError(f"TreePlan.from_key: expected the text of TreePlan.key(), got {key!r} ({error})") from error
