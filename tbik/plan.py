@@ -10,8 +10,8 @@ Bits: a plan is layout-invariant, i.e. no field depends on a world size (tests/t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -335,7 +335,7 @@ def _equal_runs(where: str, cuts: Sequence[int], tp: int) -> tuple[Run, ...]:
         if length // tp * rank not in leaf_at:
             raise PlanError(f"{where}: row {length // tp * rank} (rank {rank}) is no leaf cut; cuts: {_shorten(cuts)}")
     ends = [0, *(leaf_at[length // tp * rank] for rank in range(1, tp)), len(cuts) - 1]
-    return tuple(zip(ends, ends[1:], strict=False))
+    return tuple(itertools.pairwise(ends))
 
 
 def _explain_no_leaves(shape: ModelShape, sizes: Sequence[int], equal: bool) -> str:

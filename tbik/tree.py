@@ -29,7 +29,7 @@ class Node(NamedTuple):
     """The leaves [index * 2^level, (index + 1) * 2^level)."""
 
     level: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which a node does not need
 
     @property
     def lo(self) -> int:
