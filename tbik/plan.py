@@ -307,10 +307,10 @@ def _attention_runs(shape: ModelShape, leaves: int, tp: int, equal: bool) -> tup
     points = [p for k, p in enumerate(points) if k + 1 == len(points) or q_cuts[points[k + 1]] > q_cuts[p]]
     split = best_split(points, tp, size, kv_present)
     if split is None:
-        interior = [q_cuts[p] // shape.head_dim for p in points[1:-1]]
+        head_cuts = _shorten([q_cuts[p] // shape.head_dim for p in points[1:-1]]) or "none"
         raise PlanError(
-            f"{where}: no legal split. q cuts at {_shorten(q_cuts[1:-1])}; of these only {_shorten(interior) or 'none'} "
-            f"(in heads) are head cuts; k/v cuts at {_shorten(kv_cuts[1:-1])} must stay inside the KV heads of the rank. "
+            f"{where}: no legal split. q cuts at {_shorten(q_cuts[1:-1])}; head cuts among them, in heads: {head_cuts}; "
+            f"k/v cuts at {_shorten(kv_cuts[1:-1])} must stay inside the KV heads of the rank. "
             "TreePlan.for_model(config, tp_sizes) finds an L that fits"
         )
     return split
