@@ -99,7 +99,7 @@ def leaf_nodes(lo: int, hi: int) -> tuple[Node, ...]:
 
 
 def merge(left: Mapping[Node, T], right: Mapping[Node, T], add: Add[T]) -> dict[Node, T]:
-    """Union of two disjoint covers, in which siblings (s, 2j), (s, 2j+1) become (s+1, j) = left (+) right, repeatedly."""
+    """Union of two disjoint covers, siblings (s, 2j), (s, 2j+1) become (s+1, j) = left (+) right, repeatedly."""
     merged = dict(left)
     for node, value in right.items():
         while True:

@@ -167,7 +167,7 @@ def test_verify_for_model_names_the_cut_that_fails():
     with pytest.raises(PlanError, match=r"TP=16, L=8: attention \(9 query heads.*expected TP <= 9") as error:
         TreePlan.for_model(SMOLLM2, (2, 16))
     assert "TP=2: served by L in" in str(error.value)
-    with pytest.raises(PlanError, match="q cuts at 72, 144"):
+    with pytest.raises(PlanError, match="q cuts 72, 144"):
         TreePlan(leaves=8).layout(SMOLLM2, 2)
     with pytest.raises(PlanError, match="at least one TP size"):
         TreePlan.for_model(SMOLLM2, ())
