@@ -309,7 +309,7 @@ def _attention_runs(shape: ModelShape, leaves: int, tp: int, equal: bool) -> tup
     if split is None:
         head_cuts = _shorten([q_cuts[p] // shape.head_dim for p in points[1:-1]]) or "none"
         raise PlanError(
-            f"{where}: no legal split; q cuts {_shorten(q_cuts[1:-1])}; in heads: {head_cuts}; "
+            f"{where}: no legal split; q cuts {_shorten(q_cuts[1:-1])}; at whole heads: {head_cuts}; "
             f"k/v cuts at {_shorten(kv_cuts[1:-1])} must stay inside the KV heads of the rank. "
             "TreePlan.for_model(config, tp_sizes) finds an L that fits"
         )
