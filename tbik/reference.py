@@ -1,0 +1,511 @@
+"""The oracle: ORDER.md in plain torch, one addition after the other. Slow and obvious; it never calls a kernel of ours.
+
+    chain:    acc = +0; for k ascending: acc = fma(a_k, b_k, acc); leaf = acc + (+0.0)
+    tree:     node(lo, hi) = node(lo, mid) + node(mid, hi)
+    epilogue: out = cast(root / avg + bias)
+
+Every value comes from element-wise + - * /, comparisons and bit patterns, which IEEE 754 fixes one element at a time, so
+that no result depends on vector width, position in a tensor or threads. No torch.sum, matmul, exp, log or softmax.
+
+Suffixes: M rows, N output features, K contraction, T tokens. Specification: ORDER.md; the numbers are its paragraphs.
+Bits: layout-invariant by construction, it is the definition (tests/test_reference.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from tbik import tree
+from tbik.errors import PlanError
+from tbik.plan import TreePlan
+from tbik.tree import Node
+
+TOKENS_PER_BLOCK = 512
+
+_MIN_NORMAL = 2.0**-126
+# What rounds to 24 bits below 2^-126: the midpoint 2^-126 - 2^-151 is a tie, and its even neighbour is 2^-126.
+_FLUSHED_BELOW = 2.0**-126 - 2.0**-151
+
+
+@contextlib.contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Gradual underflow, one thread, no autograd inside; the caller's modes are restored afterwards.
+
+    Flushing is a mode of each thread and torch can only change the caller's, hence one thread. torch tells nobody which
+    mode is on, hence the multiplication.
+    """
+    threads = torch.get_num_threads()
+    if threads != 1:
+        torch.set_num_threads(1)
+    flushes = (torch.full((), _MIN_NORMAL) * 0.5).view(torch.int32).item() == 0
+    if flushes:
+        torch.set_flush_denormal(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)
+        if threads != 1:
+            torch.set_num_threads(threads)
+
+
+# --- one rounding: fused multiply-add -------------------------------------------------------------------------------
+
+
+@plain_arithmetic()
+def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """r = RN24(a*b + c), subnormal inputs and results (tiny after rounding) replaced by zero of their sign.
+
+    a, b, c: float32, broadcastable. That is A1 with the flush rule A2, which equals x86 FTZ+DAZ. Layout-invariant.
+    """
+    _require_dtype("fma32", torch.float32, a, b, c)
+    a, b, c = (_flush_subnormal(t).double() for t in (a, b, c))
+    return _round_sum_to_float32(a * b, c)  # 24 + 24 bits and exponents of 10 bits: the product is exact
+
+
+@plain_arithmetic()
+def fma64(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """r = RN53(a*b + c) with gradual underflow, no flush (A2: an fp64 chain does not flush).
+
+    a, b, c: float64, broadcastable. Method: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
+    algorithms using rounding to odd" (2008), where the error of a*b is itself a double; else rational numbers.
+    Layout-invariant.
+    """
+    _require_dtype("fma64", torch.float64, a, b, c)
+    a, b, c = torch.broadcast_tensors(a, b, c)
+    product = a * b
+    # With a zero, an infinity or a NaN there is nothing to round in the product, and one addition rounds the sum.
+    trivial = (a == 0) | (b == 0) | ~torch.isfinite(a) | ~torch.isfinite(b) | ~torch.isfinite(c)
+    # The product's last bit must be a normal number, and nothing may overflow on the way.
+    safe = (product.abs() > 2.0**-900) & (product.abs() < 2.0**1000)
+    safe &= (a.abs() < 2.0**990) & (b.abs() < 2.0**990) & (c.abs() < 2.0**1000)
+    result = torch.where(trivial, product + c, _boldo_melquiond(a, b, c))
+    hard = ~(trivial | safe)
+    if hard.any():
+        exact = [_fma_by_fractions(*abc) for abc in zip(a[hard].tolist(), b[hard].tolist(), c[hard].tolist())]
+        result[hard] = torch.tensor(exact, dtype=torch.float64)
+    return result
+
+
+def _flush_subnormal(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < _MIN_NORMAL, x * 0.0, x)
+
+
+def _two_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """s + e = x + y exactly, s = RN(x + y) (Knuth)."""
+    s = x + y
+    t = s - x
+    return s, (x - (s - t)) + (y - t)
+
+
+def _two_product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """p + e = x * y exactly, p = RN(x * y) (Dekker, with Veltkamp's split into 26 + 27 bits)."""
+
+    def split(v: Tensor) -> tuple[Tensor, Tensor]:
+        t = v * 134217729.0  # 2^27 + 1
+        high = t - (t - v)
+        return high, v - high
+
+    p = x * y
+    (x1, x2), (y1, y2) = split(x), split(y)
+    return p, x2 * y2 - (((p - x1 * y1) - x2 * y1) - x1 * y2)
+
+
+def _sum_to_odd(x: Tensor, y: Tensor) -> Tensor:
+    """x + y in float64, rounded to odd: an inexact sum becomes the one of its two neighbours whose last bit is 1.
+
+    A later rounding to at most 51 bits then gives what one rounding of the exact sum gives.
+    """
+    s, error = _two_sum(x, y)
+    bits = s.view(torch.int64)
+    step_away = (error > 0) == (s > 0)
+    to_odd = torch.isfinite(s) & (error != 0) & (bits & 1 == 0)
+    return torch.where(to_odd, torch.where(step_away, bits + 1, bits - 1), bits).view(torch.float64)
+
+
+def _round_sum_to_float32(x: Tensor, y: Tensor) -> Tensor:
+    exact = _sum_to_odd(x, y)
+    return torch.where(exact.abs() < _FLUSHED_BELOW, exact * 0.0, exact).to(torch.float32)
+
+
+def _boldo_melquiond(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    product, product_error = _two_product(a, b)
+    t, t_error = _two_sum(c, product_error)
+    v, v_error = _two_sum(product, t)
+    return v + _sum_to_odd(t_error, v_error)
+
+
+def _fma_by_fractions(a: float, b: float, c: float) -> float:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return 0.0  # a*b and c are nonzero here, so they cancel: +0
+    try:
+        return float(exact)  # Python rounds int / int once, to nearest even, subnormal or not
+    except OverflowError:
+        return float("inf") if exact > 0 else float("-inf")
+
+
+# --- leaf, node, wire, epilogue -------------------------------------------------------------------------------------
+
+
+@plain_arithmetic()
+def chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """leaf[m, n]: acc = +0; for k ascending: acc = fma(a[m, k], b[n, k], acc); leaf = acc + (+0.0)   (A1, A2).
+
+    a [M, K], b [N, K] bf16, fp16 or fp32 -> fp32 [M, N]; fp64 -> fp64. Layout-invariant.
+    """
+    acc_dtype = _acc_dtype("chain", a_MK, b_NK)
+    if a_MK.dim() != 2 or b_NK.dim() != 2 or a_MK.shape[1] != b_NK.shape[1]:
+        raise PlanError(f"reference.chain: expected [M, K] and [N, K], got {_shape(a_MK)} and {_shape(b_NK)}")
+    a_MK, b_NK = a_MK.to(acc_dtype), b_NK.to(acc_dtype)
+    acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=acc_dtype)
+    fma = fma64 if acc_dtype == torch.float64 else fma32
+    for k in range(a_MK.shape[1]):
+        acc_MN = fma(a_MK[:, k, None], b_NK[None, :, k], acc_MN)
+    return acc_MN + 0.0  # -0 becomes +0
+
+
+@plain_arithmetic()
+def add(left: Tensor, right: Tensor) -> Tensor:
+    """node = left + right, round to nearest even, gradual underflow (A4). Same dtype and shape in and out."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        raise PlanError(
+            f"reference.add: expected two values alike, got {left.dtype} {_shape(left)} and {right.dtype} {_shape(right)}"
+        )
+    return left + right
+
+
+@plain_arithmetic()
+def round_wire(x: Tensor) -> Tensor:
+    """x' = RN_bf16(x) + (+0.0): what wire_dtype="bfloat16" makes of a leaf, node or root (A6). fp32 in, fp32 out."""
+    _require_dtype("round_wire", torch.float32, x)
+    return _round_to_bfloat16(x).float() + 0.0
+
+
+@plain_arithmetic()
+def epilogue(root: Tensor, bias: Tensor | None = None, avg: int = 1, out_dtype: torch.dtype | None = None) -> Tensor:
+    """out = cast(root / avg + bias), NaN as the canonical quiet NaN (A7).
+
+    root: fp32, or fp64 for out_dtype fp64 or fp32. bias: broadcastable, converted to root's dtype. out_dtype: root's
+    by default. Layout-invariant.
+    """
+    if root.dtype not in (torch.float32, torch.float64):
+        raise PlanError(
+            f"reference.epilogue: a root is float32 or float64, got {root.dtype} (integers have no average)"
+        )
+    if avg < 1:
+        raise PlanError(f"reference.epilogue: avg divides by a number of ranks >= 1, got {avg}")
+    if avg != 1:
+        root = root / torch.full_like(root, avg)
+    if bias is not None:
+        root = root + bias.to(root.dtype)
+    return _cast(root, out_dtype or root.dtype)
+
+
+def _round_to_bfloat16(x: Tensor) -> Tensor:
+    """RN_bf16 by integers: vcvtneps2bf16, which torch may use, would flush subnormals."""
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return torch.where(torch.isnan(x), 0x7FC0, rounded).to(torch.int16).view(torch.bfloat16)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """One rounding to `dtype`, canonical NaN."""
+    if dtype == torch.bfloat16 and x.dtype == torch.float32:
+        return _round_to_bfloat16(x)
+    if dtype not in (x.dtype, torch.float32) and (x.dtype, dtype) != (torch.float32, torch.float16):
+        raise PlanError(f"reference: cannot round {x.dtype} to {dtype} once; fp64 leaves as fp64 or fp32")
+    y = x.to(dtype)
+    return torch.where(torch.isnan(y), torch.full_like(y, float("nan")), y)
+
+
+# --- contractions of a linear layer ---------------------------------------------------------------------------------
+
+
+@overload
+def linear(
+    x: Tensor,
+    w: Tensor,
+    plan: TreePlan,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    leaf_range: None = None,
+    round_wire: bool = False,
+) -> Tensor: ...
+@overload
+def linear(
+    x: Tensor,
+    w: Tensor,
+    plan: TreePlan,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    leaf_range: tuple[int, int],
+    round_wire: bool = False,
+) -> dict[Node, Tensor]: ...
+@plain_arithmetic()
+def linear(
+    x: Tensor,
+    w: Tensor,
+    plan: TreePlan,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    leaf_range: tuple[int, int] | None = None,
+    round_wire: bool = False,
+) -> Tensor | dict[Node, Tensor]:
+    """y = cast(root over K of x[..., k] * w[n, k] + bias), or the cover of the leaves [lo, hi) (L1).
+
+    x [..., K] and w [N, K], both whole, also with leaf_range -> [..., N]. out_dtype: acc_dtype by default.
+    leaf_range: return {node: value} in acc_dtype for these leaves, before any epilogue. round_wire: this tree may cross
+    ranks in some layout, so plan.wire_dtype applies (A6). Layout-invariant.
+    """
+    acc_dtype = _acc_dtype("linear", x, w)
+    _require_plan("linear", plan, acc_dtype)
+    if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+        raise PlanError(f"reference.linear: expected x [..., K] and w [N, K], got {_shape(x)} and {_shape(w)}")
+    x_MK = x.reshape(-1, w.shape[1])
+    cuts = plan.cuts(w.shape[1])
+    lo, hi = _leaf_range("linear", leaf_range, plan.leaves, bias)
+    leaf_values = [
+        chain(x_MK[:, cuts[i] : cuts[i + 1]], w[:, cuts[i] : cuts[i + 1]]).reshape(*x.shape[:-1], w.shape[0])
+        for i in range(lo, hi)
+    ]
+    rounds = round_wire and plan.wire_dtype is not None
+    if leaf_range is not None:
+        return _cover(leaf_values, lo, rounds)
+    return epilogue(_root(leaf_values, rounds), bias, out_dtype=out_dtype)
+
+
+@overload
+def linear_dx(
+    grad_outputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    plan: TreePlan,
+    out_dtype: torch.dtype | None = None,
+    leaf_range: None = None,
+    round_wire: bool = False,
+) -> Tensor: ...
+@overload
+def linear_dx(
+    grad_outputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    plan: TreePlan,
+    out_dtype: torch.dtype | None = None,
+    *,
+    leaf_range: tuple[int, int],
+    round_wire: bool = False,
+) -> dict[Node, Tensor]: ...
+@plain_arithmetic()
+def linear_dx(
+    grad_outputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    plan: TreePlan,
+    out_dtype: torch.dtype | None = None,
+    leaf_range: tuple[int, int] | None = None,
+    round_wire: bool = False,
+) -> Tensor | dict[Node, Tensor]:
+    """dx = cast(root over leaves of the chain over members g, then n in member g's leaf, of dy_g[..., n] * w_g[n, k]).
+
+    grad_outputs [..., N_g] and weights [N_g, K], one of each per member of the group (L2), in the group's order
+    -> [..., K]. Leaf i is one accumulator that all members continue. The rest as in `linear`. Layout-invariant.
+    """
+    if len(grad_outputs) != len(weights) or not weights:
+        raise PlanError(
+            f"reference.linear_dx: expected one grad_output per weight, got {len(grad_outputs)} and {len(weights)}"
+        )
+    acc_dtype = _acc_dtype("linear_dx", *grad_outputs, *weights)
+    _require_plan("linear_dx", plan, acc_dtype)
+    lead = grad_outputs[0].shape[:-1]
+    for dy, w in zip(grad_outputs, weights):
+        if dy.shape != (*lead, w.shape[0]) or w.shape[1] != weights[0].shape[1]:
+            raise PlanError(f"reference.linear_dx: expected [..., N] and [N, K], got {_shape(dy)} and {_shape(w)}")
+    lo, hi = _leaf_range("linear_dx", leaf_range, plan.leaves)
+    leaf_values = []
+    for i in range(lo, hi):
+        slices = [slice(*plan.cuts(w.shape[0])[i : i + 2]) for w in weights]
+        # One accumulator that runs on through the members is the chain over their concatenation.
+        dy_Mn = torch.cat(
+            [dy.reshape(-1, dy.shape[-1])[:, s].to(acc_dtype) for dy, s in zip(grad_outputs, slices)], dim=1
+        )
+        w_nK = torch.cat([w[s].to(acc_dtype) for w, s in zip(weights, slices)])
+        leaf_values.append(chain(dy_Mn, w_nK.T).reshape(*lead, w_nK.shape[1]))
+    rounds = round_wire and plan.wire_dtype is not None
+    if leaf_range is not None:
+        return _cover(leaf_values, lo, rounds)
+    return epilogue(_root(leaf_values, rounds), out_dtype=out_dtype)
+
+
+@overload
+def linear_dw(
+    dy: Tensor, x: Tensor, sample_offsets: Sequence[int] | Tensor, plan: TreePlan, leaf_range: None = None
+) -> Tensor: ...
+@overload
+def linear_dw(
+    dy: Tensor, x: Tensor, sample_offsets: Sequence[int] | Tensor, plan: TreePlan, leaf_range: tuple[int, int]
+) -> dict[Node, Tensor]: ...
+@plain_arithmetic()
+def linear_dw(
+    dy: Tensor,
+    x: Tensor,
+    sample_offsets: Sequence[int] | Tensor,
+    plan: TreePlan,
+    leaf_range: tuple[int, int] | None = None,
+) -> Tensor | dict[Node, Tensor]:
+    """dw[n, k] = root over samples of the root over blocks of 512 tokens of the chain over t of dy[t, n] * x[t, k] (S1).
+
+    dy [..., N] and x [..., K] over T tokens in all; sample s is the tokens [sample_offsets[s], sample_offsets[s+1]),
+    possibly none; tokens outside every sample are padding. -> acc_dtype [N, K] (S2). plan.grad_wire_dtype rounds sample
+    leaves, nodes and root, never inside a sample (A6). leaf_range: the cover of samples [lo, hi). Layout-invariant.
+    """
+    acc_dtype = _acc_dtype("linear_dw", dy, x)
+    _require_plan("linear_dw", plan, acc_dtype)
+    if dy.shape[:-1] != x.shape[:-1]:
+        raise PlanError(f"reference.linear_dw: expected dy [T, N] and x [T, K], got {_shape(dy)} and {_shape(x)}")
+    dy_NT, x_KT = dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]).T
+    offsets = [int(o) for o in sample_offsets]
+    if len(offsets) < 2 or offsets != sorted(offsets) or offsets[0] < 0 or offsets[-1] > dy_NT.shape[1]:
+        raise PlanError(
+            f"reference.linear_dw: expected ascending sample_offsets within [0, {dy_NT.shape[1]}], got {offsets}"
+        )
+    lo, hi = _leaf_range("linear_dw", leaf_range, len(offsets) - 1)
+    leaf_values = []
+    for first, end in zip(offsets[lo:hi], offsets[lo + 1 : hi + 1]):
+        starts = range(first, end, TOKENS_PER_BLOCK)
+        ends = [min(start + TOKENS_PER_BLOCK, end) for start in starts]
+        blocks = [chain(dy_NT[:, s:e], x_KT[:, s:e]) for s, e in zip(starts, ends)]
+        empty = torch.zeros(dy_NT.shape[0], x_KT.shape[0], dtype=acc_dtype)
+        leaf_values.append(tree.root(blocks, add) if blocks else empty)
+    rounds = plan.grad_wire_dtype is not None
+    if leaf_range is not None:
+        return _cover(leaf_values, lo, rounds)
+    return epilogue(_root(leaf_values, rounds))
+
+
+@overload
+def bias_grad(
+    dy: Tensor, sample_offsets: Sequence[int] | Tensor, plan: TreePlan, leaf_range: None = None
+) -> Tensor: ...
+@overload
+def bias_grad(
+    dy: Tensor, sample_offsets: Sequence[int] | Tensor, plan: TreePlan, leaf_range: tuple[int, int]
+) -> dict[Node, Tensor]: ...
+def bias_grad(
+    dy: Tensor,
+    sample_offsets: Sequence[int] | Tensor,
+    plan: TreePlan,
+    leaf_range: tuple[int, int] | None = None,
+) -> Tensor | dict[Node, Tensor]:
+    """db[n] = the gradient `linear_dw` gives for x[t] = 1 (S1: b_k = 1), also rounded by plan.grad_wire_dtype.
+
+    dy [..., N] -> acc_dtype [N], or the cover of samples [lo, hi). Layout-invariant.
+    """
+    ones = torch.ones(*dy.shape[:-1], 1, dtype=dy.dtype)
+    if leaf_range is None:
+        return linear_dw(dy, ones, sample_offsets, plan)[:, 0]
+    return {node: value[:, 0] for node, value in linear_dw(dy, ones, sample_offsets, plan, leaf_range).items()}
+
+
+# --- values of several ranks ----------------------------------------------------------------------------------------
+
+
+@plain_arithmetic()
+def all_reduce(values: Sequence[Tensor], op: Literal["sum", "avg"] = "sum") -> Tensor:
+    """out = cast(node(0, W) of the ranks' values, / W for "avg"): one leaf per rank (B1).
+
+    values: one tensor per rank, alike. bf16 and fp16 are added in fp32 and rounded once; integers are exact (modulo
+    2^bits) and have no average. Deterministic, not layout-invariant: the number of ranks is the number of leaves.
+    """
+    if not values or any(v.dtype != values[0].dtype or v.shape != values[0].shape for v in values):
+        raise PlanError(f"reference.all_reduce: expected tensors alike, got {[(v.dtype, _shape(v)) for v in values]}")
+    if op not in ("sum", "avg"):
+        raise PlanError(f"reference.all_reduce: expected 'sum' or 'avg', got {op!r}")
+    dtype = values[0].dtype
+    if not dtype.is_floating_point:
+        if op == "avg" or dtype == torch.bool:
+            raise PlanError(f"reference.all_reduce: {op!r} of {dtype} is not defined")
+        return tree.root(list(values), add).clone()
+    acc_dtype = _acc_dtype("all_reduce", values[0])
+    total = tree.root([v.to(acc_dtype) for v in values], add)
+    return epilogue(total, avg=len(values) if op == "avg" else 1, out_dtype=dtype)
+
+
+@plain_arithmetic()
+def fold_covers(covers: Sequence[Mapping[Node, Tensor]], leaves: int, rounds: bool = False) -> Tensor:
+    """root = node(0, L) from disjoint covers that together hold every leaf (T4, T5).
+
+    covers: {node: value} per rank, in any order. rounds: every new node and the root become bf16 values (A6).
+    Errors: ValueError where covers overlap or a leaf is missing. Layout-invariant.
+    """
+    node_add = _add_rounded if rounds else add
+    merged: dict[Node, Tensor] = {}
+    for cover in covers:
+        merged = tree.merge(merged, cover, node_add)
+    nodes = sorted(merged, key=lambda node: node.lo)
+    return tree.run(tree.schedule(nodes, leaves), [merged[node] for node in nodes], node_add)[0]
+
+
+def _add_rounded(left: Tensor, right: Tensor) -> Tensor:
+    return round_wire(add(left, right))
+
+
+def _cover(leaf_values: list[Tensor], lo: int, rounds: bool) -> dict[Node, Tensor]:
+    program = tree.schedule(tree.leaf_nodes(lo, lo + len(leaf_values)))
+    if rounds:
+        leaf_values = [round_wire(value) for value in leaf_values]
+    return dict(zip(program.outputs, tree.run(program, leaf_values, _add_rounded if rounds else add)))
+
+
+def _root(leaf_values: list[Tensor], rounds: bool) -> Tensor:
+    if rounds:
+        return tree.root([round_wire(value) for value in leaf_values], _add_rounded)
+    return tree.root(leaf_values, add)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def _acc_dtype(where: str, *operands: Tensor) -> torch.dtype:
+    """float64 if every operand is, float32 for any mixture of bf16, fp16 and fp32."""
+    dtypes = {t.dtype for t in operands}
+    if dtypes == {torch.float64}:
+        return torch.float64
+    if dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        return torch.float32
+    raise PlanError(
+        f"reference.{where}: expected bf16, fp16 and fp32 operands, or fp64 alone, got {sorted(map(str, dtypes))}"
+    )
+
+
+def _require_plan(where: str, plan: TreePlan, acc_dtype: torch.dtype) -> None:
+    if f"torch.{plan.acc_dtype}" != str(acc_dtype):
+        raise PlanError(
+            f"reference.{where}: these operands accumulate in {acc_dtype}, the plan says {plan.acc_dtype}; "
+            "fp64 operands need TreePlan(acc_dtype='float64')"
+        )
+
+
+def _require_dtype(where: str, dtype: torch.dtype, *tensors: Tensor) -> None:
+    if any(t.dtype != dtype for t in tensors):
+        raise PlanError(f"reference.{where}: expected {dtype}, got {[t.dtype for t in tensors]}")
+
+
+def _leaf_range(
+    where: str, leaf_range: tuple[int, int] | None, leaves: int, bias: Tensor | None = None
+) -> tuple[int, int]:
+    lo, hi = leaf_range or (0, leaves)
+    if not 0 <= lo <= hi <= leaves:
+        raise PlanError(f"reference.{where}: expected a leaf_range within [0, {leaves}], got {leaf_range}")
+    if leaf_range is not None and bias is not None:
+        raise PlanError(f"reference.{where}: the bias is added at the root, so a cover has none")
+    return lo, hi
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
