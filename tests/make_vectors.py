@@ -521,6 +521,7 @@ def make_nodes(oracle):
 
     def add_root(acc, wire, world, leaves, kind):
         leaves = list(leaves)  # the caller changes its list for the next case
+
         def keep(words):
             covers, _, root = parse_reduction(words, acc, world)
             case = {"acc": acc, "wire": wire, "L": len(leaves), "W": world, "kind": kind}
