@@ -14,6 +14,7 @@ Bits: layout-invariant by construction, it is the definition (tests/test_referen
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal, overload
@@ -27,10 +28,40 @@ from tbik.plan import TreePlan
 from tbik.tree import Node
 
 TOKENS_PER_BLOCK = 512
+ROW_BLOCK = 512
+LANES = 16
 
 _MIN_NORMAL = 2.0**-126
 # What rounds to 24 bits below 2^-126: the midpoint 2^-126 - 2^-151 is a tie, and its even neighbour is 2^-126.
 _FLUSHED_BELOW = 2.0**-126 - 2.0**-151
+
+_hex = float.fromhex
+
+
+def _hexes(text: str) -> tuple[float, ...]:
+    return tuple(float.fromhex(word) for word in text.split())
+
+
+# Section C of ORDER.md; tests/test_reference.py compares the two texts. Horner coefficients ascend: c_0 first.
+LOG2_E = _hex("0x1.715476p+0")
+LN2_HIGH = _hex("0x1.62e4p-1")
+LN2_LOW = _hex("0x1.7f7d1cp-20")
+EXP_HIGHEST = _hex("0x1.64p+6")
+EXP_LOWEST = _hex("-0x1.a4p+6")
+EXP = _hexes("0x1p-1 0x1.555554p-3 0x1.5554e8p-5 0x1.11131p-7 0x1.6d4ccep-10 0x1.9df7a8p-13")
+LOG_SQRT_HALF_BITS = 0x3F3504F3
+LOG = _hexes(
+    "0x1.555548p-2 -0x1.000006p-2 0x1.99a478p-3 -0x1.555c4ep-3 0x1.233b78p-3 -0x1.fc26acp-4 0x1.e6c03ep-4 "
+    "-0x1.de1004p-4 0x1.1484e8p-4"
+)
+TANH_SMALL = _hex("0x1.4p-1")
+TANH = _hexes("-0x1.555532p-2 0x1.1106fcp-3 -0x1.b836f4p-5 0x1.5203f4p-6 -0x1.7547e2p-8")
+TWO_OVER_PI = _hex("0x1.45f306dc9c883p-1")
+PI_2_HIGH = _hex("0x1.921fb544p+0")
+PI_2_LOW = _hex("0x1.0b4611a626331p-34")
+MAX_ANGLE = _hex("0x1p+20")
+SIN = _hexes("-0x1.555556p-3 0x1.111174p-7 -0x1.a05976p-13 0x1.7c3d9p-19")
+COS = _hexes("0x1.55554ap-5 -0x1.6c0c2ap-10 0x1.99e90ap-16")
 
 
 @contextlib.contextmanager
@@ -466,6 +497,241 @@ def _root(leaf_values: list[Tensor], rounds: bool) -> Tensor:
     if rounds:
         return tree.root([round_wire(value) for value in leaf_values], _add_rounded)
     return tree.root(leaf_values, add)
+
+
+# --- row operators --------------------------------------------------------------------------------------------------
+# Building blocks (sums, maxima, transcendentals) return fp32; norms and softmaxes round once to their input's dtype.
+
+
+@plain_arithmetic()
+def row_sum(x: Tensor, leaves: int = 1) -> Tensor:
+    """s[...] = root over leaves, then over blocks of 512, then over 16 lanes of the lane's sum in ascending order (A9).
+
+    x [..., D] bf16, fp16 or fp32 -> fp32 [...]. Lane j of a block: acc = +0; acc = acc + x[j], x[j + 16], ...
+    leaves > 1 only over an axis that some layout shards (the vocabulary). Layout-invariant.
+    """
+    x = _float32("row_sum", x)
+    cuts = tree.cuts(x.shape[-1], leaves)
+    return tree.root([_row_leaf(x[..., lo:hi]) for lo, hi in itertools.pairwise(cuts)], add)
+
+
+@plain_arithmetic()
+def row_max(x: Tensor) -> Tensor:
+    """m[...] = IEEE 754-2019 maximum of the row: NaN wins (canonical), +0 > -0; -inf for an empty row (A8).
+
+    x [..., D] bf16, fp16 or fp32 -> fp32 [...]. The order of the comparisons cannot show. Layout-invariant.
+    """
+    x = _float32("row_max", x)
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = torch.cat([_maximum(x[..., :half], x[..., half : 2 * half]), x[..., 2 * half :]], dim=-1)
+    return _cast(x[..., 0] if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf")), torch.float32)
+
+
+@plain_arithmetic()
+def exp(x: Tensor) -> Tensor:
+    """y = ((1 + r) + r^2 q(r)) * 2^n, n = floor(x log2(e) + 1/2), r = x - n log(2)   (C1; at most 2 ulp).
+
+    x bf16, fp16 or fp32 -> fp32, gradual underflow: 0 below -103.98, subnormal below -87.33, inf above 88.73, NaN
+    canonical. Layout-invariant.
+    """
+    x = _float32("exp", x)
+    t = torch.where(x > EXP_HIGHEST, EXP_HIGHEST, torch.where(x < EXP_LOWEST, EXP_LOWEST, x))
+    t = torch.where(torch.isnan(x), 0.0, t)
+    n = torch.floor(t * LOG2_E + 0.5)
+    high = t - n * LN2_HIGH  # exact: LN2_HIGH has 15 bits, n has 8
+    low = n * LN2_LOW
+    r = high - low
+    r_error = (high - r) - low
+    one_plus_r = 1.0 + r
+    sum_error = r - (one_plus_r - 1.0)
+    y = one_plus_r + (sum_error + (r_error + (r * r) * _horner(EXP, r)))
+    # Two factors, because 2^n alone may be subnormal or too large; only the second multiplication can round.
+    half = torch.floor(n * 0.5)
+    y = (y * _power_of_two(half)) * _power_of_two(n - half)
+    return torch.where(torch.isnan(x), float("nan"), y)
+
+
+@plain_arithmetic()
+def log(x: Tensor) -> Tensor:
+    """y = f - f^2/2 + f^3 p(f) + e log(2), x = (1 + f) 2^e, sqrt(1/2) <= 1 + f < sqrt(2)   (C2; at most 2 ulp).
+
+    x bf16, fp16 or fp32 -> fp32: log(+-0) = -inf, log(+inf) = +inf, log(x < 0) = canonical NaN. Layout-invariant.
+    """
+    x = _float32("log", x)
+    subnormal = x < _MIN_NORMAL
+    bits = torch.where(subnormal, x * 8388608.0, x).view(torch.int32) - LOG_SQRT_HALF_BITS
+    e = torch.where(subnormal, -23, 0) + (bits >> 23)
+    f = ((bits & 0x7FFFFF) + LOG_SQRT_HALF_BITS).view(torch.float32) - 1.0
+    e = e.to(torch.float32)
+    z = f * f
+    t = (f * z) * _horner(LOG, f)
+    t = (t + e * LN2_LOW) - 0.5 * z
+    y = (t + f) + e * LN2_HIGH
+    y = torch.where(x == 0, float("-inf"), torch.where(x == float("inf"), x, y))
+    return torch.where((x < 0) | torch.isnan(x), float("nan"), y)
+
+
+@plain_arithmetic()
+def sigmoid(x: Tensor) -> Tensor:
+    """y = q - q c, q = n / d, d = 1 + e, c = e - (d - 1), e = exp(-|x|), n = 1 or, for x < 0, e   (C3; at most 2 ulp).
+
+    x bf16, fp16 or fp32 -> fp32, NaN canonical. Layout-invariant.
+    """
+    x = _float32("sigmoid", x)
+    e = exp(-x.abs())
+    d = 1.0 + e
+    d_error = e - (d - 1.0)  # exact; without it the error reaches 2.4 ulp
+    q = torch.where(x < 0, e, torch.ones_like(e)) / d
+    return _cast(q - q * d_error, torch.float32)
+
+
+@plain_arithmetic()
+def tanh(x: Tensor) -> Tensor:
+    """y = sign(x) (a + a z p(z)) for a < 0.625, sign(x) (1 - 2 / (exp(2a) + 1)) above; a = |x|, z = a^2   (C4; 2 ulp).
+
+    x bf16, fp16 or fp32 -> fp32, tanh(+-0) = +-0, NaN canonical. Layout-invariant.
+    """
+    x = _float32("tanh", x)
+    a = x.abs()
+    z = a * a
+    small = a + a * (z * _horner(TANH, z))
+    e = exp(a + a)
+    large = 1.0 - torch.full_like(e, 2.0) / (e + 1.0)
+    y = torch.where(a < TANH_SMALL, small, large)
+    return _cast(torch.where(torch.signbit(x), -y, y), torch.float32)
+
+
+@plain_arithmetic()
+def silu(x: Tensor) -> Tensor:
+    """y = x * sigmoid(x), two roundings; silu(-inf) is NaN, as -inf * 0 is.
+
+    x bf16, fp16 or fp32 -> fp32, NaN canonical. Layout-invariant.
+    """
+    x = _float32("silu", x)
+    return _cast(x * sigmoid(x), torch.float32)
+
+
+@plain_arithmetic()
+def sin_cos_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """(sin(a), cos(a)), a = fp32(position) * inv_freq rounded to fp32   (C5; at most 2 ulp of the rounded angle's value).
+
+    positions [...] integers below 2^24, inv_freq [D] fp32 -> two fp32 [..., D]. The reduction by multiples of pi/2 is
+    done in float64, the polynomials in fp32. Errors: PlanError for |a| > 2^20 or not finite. Layout-invariant.
+    """
+    _require_dtype("sin_cos_tables", torch.float32, inv_freq)
+    if positions.dtype.is_floating_point or positions.dtype == torch.bool:
+        raise PlanError(f"reference.sin_cos_tables: expected integer positions, got {positions.dtype}")
+    if positions.numel() and int(positions.abs().max()) >= 2**24:
+        raise PlanError("reference.sin_cos_tables: positions must stay below 2^24, where fp32 holds every integer")
+    angle = positions.to(torch.float32)[..., None] * inv_freq
+    if not bool((angle.abs() <= MAX_ANGLE).all()):
+        raise PlanError(f"reference.sin_cos_tables: angles must be finite and at most {MAX_ANGLE}")
+    wide = angle.double()
+    n = torch.floor(wide * TWO_OVER_PI + 0.5)
+    # n * PI_2_HIGH is exact: 20 + 32 bits.
+    r = ((wide - n * PI_2_HIGH) - n * PI_2_LOW).to(torch.float32)
+    z = r * r
+    sin_r = r + r * (z * _horner(SIN, z))
+    cos_r = 1.0 + ((z * z) * _horner(COS, z) - 0.5 * z)
+    quadrant = n.to(torch.int64) & 3
+    odd = (quadrant & 1) == 1
+    sin_a, cos_a = torch.where(odd, cos_r, sin_r), torch.where(odd, sin_r, cos_r)
+    return torch.where(quadrant >= 2, -sin_a, sin_a), torch.where((quadrant == 1) | (quadrant == 2), -cos_a, cos_a)
+
+
+@plain_arithmetic()
+def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """y = (x * r) * w, r = 1 / sqrt(row_sum(x * x) / K + eps), all in fp32 (A10), one cast to x's dtype.
+
+    x [..., K], w [K] bf16, fp16 or fp32 -> [..., K]. eps is rounded to fp32. Layout-invariant.
+    """
+    dtype = x.dtype
+    x, w = _float32("rms_norm", x), _float32("rms_norm", w)
+    if w.shape != x.shape[-1:]:
+        raise PlanError(f"reference.rms_norm: expected x [..., K] and w [K], got {_shape(x)} and {_shape(w)}")
+    root = row_sum(x * x)
+    mean = root / torch.full_like(root, x.shape[-1]) + torch.full_like(root, eps)
+    r = torch.ones_like(mean) / _sqrt(mean)
+    return _cast((x * r[..., None]) * w, dtype)
+
+
+@plain_arithmetic()
+def log_sum_exp(x: Tensor, leaves: int = 1) -> Tensor:
+    """lse = m + log(row_sum(exp(x - m))), m = row_max(x); m = -inf gives -inf, m = +inf or NaN gives NaN (A10).
+
+    x [..., D] bf16, fp16 or fp32 -> fp32 [...]. leaves as in row_sum. Layout-invariant.
+    """
+    x = _float32("log_sum_exp", x)
+    m = row_max(x)
+    lse = m + log(row_sum(exp(x - m[..., None]), leaves))
+    return torch.where(m == float("-inf"), m, _cast(lse, torch.float32))
+
+
+@plain_arithmetic()
+def log_softmax(x: Tensor, leaves: int = 1) -> Tensor:
+    """logp = x - log_sum_exp(x) in fp32 (A10), one cast to x's dtype, NaN canonical.
+
+    x [..., D] bf16, fp16 or fp32 -> [..., D]. leaves as in row_sum. Layout-invariant.
+    """
+    wide = _float32("log_softmax", x)
+    return _cast(wide - log_sum_exp(wide, leaves)[..., None], x.dtype)
+
+
+@plain_arithmetic()
+def softmax(x: Tensor, leaves: int = 1) -> Tensor:
+    """p = e / row_sum(e), e = exp(x - row_max(x)) in fp32 (C6), one cast to x's dtype, NaN canonical.
+
+    x [..., D] bf16, fp16 or fp32 -> [..., D]. leaves as in row_sum. Layout-invariant.
+    """
+    wide = _float32("softmax", x)
+    e = exp(wide - row_max(wide)[..., None])
+    return _cast(e / row_sum(e, leaves)[..., None], x.dtype)
+
+
+def _row_leaf(x: Tensor) -> Tensor:
+    """One leaf of A9. A missing element adds +0, which changes nothing: a lane starts at +0 and never becomes -0."""
+    lead, length = x.shape[:-1], x.shape[-1]
+    num_blocks = -(-length // ROW_BLOCK)
+    if num_blocks == 0:
+        return x.new_zeros(lead)
+    padded = x.new_zeros(*lead, num_blocks * ROW_BLOCK)
+    padded[..., :length] = x
+    terms = padded.reshape(*lead, num_blocks, ROW_BLOCK // LANES, LANES)
+    lanes = terms.new_zeros(*lead, num_blocks, LANES)
+    for i in range(ROW_BLOCK // LANES):
+        lanes = lanes + terms[..., i, :]
+    blocks = tree.root(lanes.unbind(-1), add)
+    return tree.root(blocks.unbind(-1), add)
+
+
+def _maximum(a: Tensor, b: Tensor) -> Tensor:
+    same = (a.view(torch.int32) & b.view(torch.int32)).view(torch.float32)  # equal values differ only as +0 and -0
+    larger = torch.where(a > b, a, torch.where(a == b, same, b))
+    return torch.where(torch.isnan(a), a, larger)
+
+
+def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+    """p = c_0 + x (c_1 + x (c_2 + ...)), each product and each sum rounded to fp32."""
+    p = torch.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        p = p * x + c
+    return p
+
+
+def _power_of_two(n: Tensor) -> Tensor:
+    return ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """RN24(sqrt(x)). 53 bits are more than twice 24, so rounding twice is rounding once."""
+    return torch.sqrt(x.double()).to(torch.float32)
+
+
+def _float32(where: str, x: Tensor) -> Tensor:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise PlanError(f"reference.{where}: expected bf16, fp16 or fp32, got {x.dtype}")
+    return x.to(torch.float32)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
