@@ -1,0 +1,221 @@
+// The one rounding rule: casts, node additions, epilogues. Included by each gemm_<isa>.cpp inside its own target region
+// and namespace, so the text is one and every instruction set gets its own copy (internal linkage: no copy compiled for
+// a wider set can be linked into a narrower one). No include guard on purpose.
+//
+//   node:      left + right                                          fp32 or fp64, never fused, never flushed
+//   wire:      bf16(x) + (+0.0)                                      ties to even
+//   epilogue:  cast(x / divisor + bias)                              NaN leaves as the canonical quiet NaN
+//
+// fp64 is never narrowed below fp32 (ORDER.md A6, A7): the callers refuse it, and so does this file.
+// Mode: IEEE (csrc/fpmode.h). Guarantee: deterministic, element-wise, so batch- and layout-invariant.
+
+namespace {
+
+inline uint32_t bits(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float as_f32(uint32_t u) { return __builtin_bit_cast(float, u); }
+inline uint64_t bits(double x) { return __builtin_bit_cast(uint64_t, x); }
+inline double as_f64(uint64_t u) { return __builtin_bit_cast(double, u); }
+
+inline float canonical(float x) { return (bits(x) & 0x7fffffffu) > 0x7f800000u ? as_f32(0x7fc00000u) : x; }
+inline double canonical(double x) {
+  return (bits(x) & 0x7fffffffffffffffull) > 0x7ff0000000000000ull ? as_f64(0x7ff8000000000000ull) : x;
+}
+
+// RNE; NaN -> 0x7fc0; subnormals kept (integers only). The result sits in the low half.
+inline uint32_t bf16_of(float x) {
+  const uint32_t u = bits(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
+}
+
+// RNE; NaN -> 0x7e00; subnormals kept.
+inline uint32_t f16_of(float x) {
+  const uint32_t u = bits(x);
+  const uint32_t magnitude = u & 0x7fffffffu;
+  const uint32_t sign = (u >> 16) & 0x8000u;
+  // Below 2^-14 the unit of fp16 is 2^-24, the unit of fp32 in [0.5, 1): the addition rounds, the subtraction is exact.
+  const uint32_t small = bits(as_f32(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  uint32_t result = magnitude < 0x38800000u ? small : normal;
+  result = magnitude >= 0x47800000u ? 0x7c00u : result;
+  result |= sign;
+  return magnitude > 0x7f800000u ? 0x7e00u : result;
+}
+
+inline float f32_of_f16(uint32_t h) {
+  const uint32_t magnitude = (h & 0x7fffu) << 13;
+  const uint32_t sign = (h & 0x8000u) << 16;
+  const uint32_t normal = magnitude + 0x38000000u;
+  const uint32_t special = magnitude + 0x70000000u;
+  // Subnormal: 2^-14 * (1 + fraction) - 2^-14; both are normal fp32 numbers, so no mode matters.
+  const uint32_t small = bits(as_f32(magnitude + 0x38800000u) - as_f32(0x38800000u));
+  uint32_t result = magnitude < 0x00800000u ? small : normal;
+  result = magnitude >= 0x0f800000u ? special : result;
+  return as_f32(result | sign);
+}
+
+inline float f32_of_bf16(uint32_t h) { return as_f32(h << 16); }
+
+struct Bf16 {
+  uint16_t u;
+};
+struct F16 {
+  uint16_t u;
+};
+
+template <class To>
+inline To narrow(float x) {
+  if constexpr (__is_same(To, Bf16)) return {static_cast<uint16_t>(bf16_of(x))};
+  if constexpr (__is_same(To, F16)) return {static_cast<uint16_t>(f16_of(x))};
+  if constexpr (__is_same(To, float) || __is_same(To, double)) return static_cast<To>(x);
+}
+template <class To>
+inline To narrow(double x) {
+  static_assert(__is_same(To, float) || __is_same(To, double));
+  return static_cast<To>(x);
+}
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+inline float widen(Bf16 x) { return f32_of_bf16(x.u); }
+inline float widen(F16 x) { return f32_of_f16(x.u); }
+
+template <class To, class From>
+void cast_n(void* dst_, const void* src_, int64_t n) {
+  To* dst = static_cast<To*>(dst_);
+  const From* src = static_cast<const From*>(src_);
+  if constexpr (__is_same(To, From)) {
+    __builtin_memcpy(dst, src, static_cast<size_t>(n) * sizeof(To));
+  } else {
+    for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(widen(src[i]));
+  }
+}
+
+template <class To>
+void cast_from(void* dst, const void* src, DType from, int64_t n) {
+  switch (from) {
+    case DType::kFloat32:
+      return cast_n<To, float>(dst, src, n);
+    case DType::kFloat64:
+      if constexpr (__is_same(To, float) || __is_same(To, double)) return cast_n<To, double>(dst, src, n);
+      __builtin_trap();
+    case DType::kBFloat16:
+      return cast_n<To, Bf16>(dst, src, n);
+    case DType::kFloat16:
+      return cast_n<To, F16>(dst, src, n);
+  }
+}
+
+void cast(void* dst, DType to, const void* src, DType from, int64_t n) {
+  switch (to) {
+    case DType::kFloat32:
+      return cast_from<float>(dst, src, from, n);
+    case DType::kFloat64:
+      return cast_from<double>(dst, src, from, n);
+    case DType::kBFloat16:
+      return cast_from<Bf16>(dst, src, from, n);
+    case DType::kFloat16:
+      return cast_from<F16>(dst, src, from, n);
+  }
+}
+
+inline float wire(float x) { return as_f32(bf16_of(x) << 16) + 0.0f; }
+
+template <class T>
+void add(T* out, const T* left, const T* right, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = left[i] + right[i];
+}
+
+void add_wire(float* out, const float* left, const float* right, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = wire(left[i] + right[i]);
+}
+
+template <class T>
+void add_leaf(T* left, const T* leaf, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) left[i] = left[i] + (leaf[i] + T(0));
+}
+
+template <class T>
+void finish(T* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = x[i] + T(0);
+}
+
+void finish_wire(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = wire(x[i]);
+}
+
+template <class To, class T>
+void store_n(void* dst_, const T* x, int64_t n, T divisor, const T* bias) {
+  To* dst = static_cast<To*>(dst_);
+  if (divisor != T(1) && bias != nullptr) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(canonical(x[i] / divisor + bias[i]));
+  } else if (divisor != T(1)) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(canonical(x[i] / divisor));
+  } else if (bias != nullptr) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(canonical(x[i] + bias[i]));
+  } else {
+    for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(canonical(x[i]));
+  }
+}
+
+template <class T>
+void store(void* dst, DType to, const T* x, int64_t n, T divisor, const T* bias) {
+  switch (to) {
+    case DType::kFloat32:
+      return store_n<float>(dst, x, n, divisor, bias);
+    case DType::kFloat64:
+      return store_n<double>(dst, x, n, divisor, bias);
+    case DType::kBFloat16:
+      if constexpr (__is_same(T, float)) return store_n<Bf16>(dst, x, n, divisor, bias);
+      __builtin_trap();
+    case DType::kFloat16:
+      if constexpr (__is_same(T, float)) return store_n<F16>(dst, x, n, divisor, bias);
+      __builtin_trap();
+  }
+}
+
+void pair(uint32_t* dst, const uint16_t* hi, const uint16_t* lo, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = (static_cast<uint32_t>(hi[i]) << 16) | lo[i];
+}
+
+// Eight columns at a time so that each source line is read once while the destination rows stay in L1.
+[[maybe_unused]] void transpose_plain(uint32_t* dst_CP, const void* const* rows, int64_t cols, bool rotate) {
+  for (int64_t c0 = 0; c0 < cols; c0 += 8) {
+    const int64_t count = cols - c0 < 8 ? cols - c0 : 8;
+    for (int r = 0; r < kPanel; ++r) {
+      uint32_t word[8];
+      __builtin_memcpy(word, static_cast<const char*>(rows[r]) + c0 * 4, static_cast<size_t>(count) * 4);
+      for (int64_t c = 0; c < count; ++c) {
+        dst_CP[(c0 + c) * kPanel + r] = rotate ? (word[c] << 16) | (word[c] >> 16) : word[c];
+      }
+    }
+  }
+}
+
+[[maybe_unused]] void widen_pairs_plain(float* dst_KP, const uint32_t* src_KP, int64_t pairs) {
+  for (int64_t k = 0; k < pairs; ++k, src_KP += kPanel, dst_KP += 2 * kPanel) {
+    for (int p = 0; p < kPanel; ++p) dst_KP[p] = as_f32(src_KP[p] & 0xffff0000u);
+    for (int p = 0; p < kPanel; ++p) dst_KP[kPanel + p] = as_f32(src_KP[p] << 16);
+  }
+}
+
+[[maybe_unused]] void widen_f16_plain(float* dst_KP, const uint16_t* src_KP, int64_t steps) {
+  for (int64_t i = 0; i < steps * kPanel; ++i) dst_KP[i] = f32_of_f16(src_KP[i]);
+}
+
+constexpr Loops make_loops(void (*transpose)(uint32_t*, const void* const*, int64_t, bool)) {
+  return {.cast = cast,
+          .add_f32 = add<float>,
+          .add_f64 = add<double>,
+          .add_wire = add_wire,
+          .add_leaf_f32 = add_leaf<float>,
+          .add_leaf_f64 = add_leaf<double>,
+          .finish_f32 = finish<float>,
+          .finish_f64 = finish<double>,
+          .finish_wire = finish_wire,
+          .store_f32 = store<float>,
+          .store_f64 = store<double>,
+          .pair = pair,
+          .transpose = transpose};
+}
+
+}  // namespace

@@ -1,0 +1,835 @@
+// Driver of the tree GEMM: packing, blocking, the schedule, the choice of path. See gemm.h for the equation.
+//
+// Blocking. A panel of 64 columns of B is packed per chain; rows of A are cut evenly into register tiles of at most six
+// rows, the tiles into row blocks. One task = (panel, row block): slot s of the schedule is an array acc[rows][64], a
+// load step runs one chain for all tiles of the block, 128 packed steps at a time so that this part of B stays in L1,
+// and an add step adds two arrays. The task's memory is private, so threads cannot change a bit.
+// The floating-point mode is IEEE for the whole task and flush only around the chain kernels that ask for it.
+#include "gemm.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+#include "fpmode.h"
+
+namespace tbik {
+
+namespace {
+
+constexpr int64_t kBlockSteps = 128;           // steps of B kept in L1 when several tiles share them
+constexpr int64_t kStreamSteps = 512;          // steps per call when one tile reads B once
+constexpr int64_t kBlockTiles = 16;            // register tiles of one row block (96 rows)
+constexpr int64_t kShortBlockTiles = 4;        // when chains are short: the slots then fit in L1
+constexpr int64_t kShortChain = 48;            // steps
+constexpr int64_t kWidenPanelBytes = 1 << 20;  // a widened panel may take half of L2
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bytes of one element of a packed step: pairs of bf16 count as one.
+int64_t step_bytes(DType compute) { return compute == DType::kFloat64 ? 8 : compute == DType::kFloat16 ? 2 : 4; }
+
+// dst[i] = src[i * stride] for elements of `size` bytes.
+void gather(void* dst, const void* src, int64_t size, int64_t stride, int64_t n) {
+  auto copy = [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = static_cast<const T*>(src);
+    T* to = static_cast<T*>(dst);
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
+  };
+  if (size == 2) copy(uint16_t{});
+  if (size == 4) copy(uint32_t{});
+  if (size == 8) copy(uint64_t{});
+}
+
+const char* element(const Operand& x, int64_t row, int64_t k) {
+  return static_cast<const char*>(x.data) + (row * x.stride_row + k * x.stride_k) * size_of(x.dtype);
+}
+
+// Reads runs of an operand as `to` values rounded to `compute`, whatever the strides.
+class Reader {
+ public:
+  Reader(const Loops& loops, DType compute, DType to) : loops_(loops), compute_(compute), to_(to) {}
+
+  // dst[i] = x[row, k + i]
+  void along_k(void* dst, const Operand& x, int64_t row, int64_t k, int64_t n) {
+    read(dst, element(x, row, k), x.dtype, x.stride_k, n);
+  }
+  // dst[i] = x[row + i, k]
+  void along_rows(void* dst, const Operand& x, int64_t row, int64_t k, int64_t n) {
+    read(dst, element(x, row, k), x.dtype, x.stride_row, n);
+  }
+
+ private:
+  static constexpr int64_t kChunk = 256;
+
+  void read(void* dst, const char* src, DType from, int64_t stride, int64_t n) {
+    for (int64_t i = 0; i < n; i += kChunk) {
+      const int64_t count = std::min(kChunk, n - i);
+      const void* run = src + i * stride * size_of(from);
+      if (stride != 1) {
+        gather(gathered_, run, size_of(from), stride, count);
+        run = gathered_;
+      }
+      char* out = static_cast<char*>(dst) + i * size_of(to_);
+      const bool rounds = from != compute_ && size_of(from) > size_of(compute_) && to_ != compute_;
+      if (rounds) {
+        loops_.cast(rounded_, compute_, run, from, count);
+        loops_.cast(out, to_, rounded_, compute_, count);
+      } else {
+        loops_.cast(out, to_, run, from, count);
+      }
+    }
+  }
+
+  const Loops& loops_;
+  DType compute_;
+  DType to_;
+  alignas(64) char gathered_[kChunk * 8];
+  alignas(64) char rounded_[kChunk * 8];
+};
+
+// Packs one panel of B. dst_KP has total_steps rows of 64.
+class PanelPacker {
+ public:
+  PanelPacker(const Loops& loops, const ChainLayout& layout)
+      : loops_(loops), layout_(layout), reader_(loops, layout.compute, layout.compute) {
+    std::memset(zero_row_, 0, sizeof(zero_row_));
+  }
+
+  void pack(char* panel, const std::vector<Operand>& sources, int64_t n0, int64_t columns) {
+    const int64_t bytes = step_bytes(layout_.compute) * kPanel;
+    for (int64_t chain = 0; chain < layout_.num_chains(); ++chain) {
+      char* dst = panel + layout_.offset[static_cast<size_t>(chain)] * bytes;
+      int64_t position = 0;
+      for (size_t s = 0; s < sources.size(); ++s) {
+        const int64_t k0 = layout_.cuts[s][static_cast<size_t>(chain)];
+        const int64_t count = layout_.segment(s, chain);
+        if (layout_.compute == DType::kBFloat16) {
+          pack_pairs(reinterpret_cast<uint32_t*>(dst), position, sources[s], n0, columns, k0, count);
+        } else {
+          pack_plain(dst + position * bytes, sources[s], n0, columns, k0, count);
+        }
+        position += count;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kWords = 64;  // 32-bit words per row and round of a transposition
+
+  // bf16 values at chain positions [position, position + count); pairs may straddle two sources.
+  void pack_pairs(uint32_t* dst_KP, int64_t position, const Operand& x, int64_t n0, int64_t columns, int64_t k0,
+                  int64_t count) {
+    if (count == 0) return;
+    if (position % 2 == 1) {  // low half of a pair that the previous source began
+      column(x, n0, columns, k0);
+      uint32_t* row = dst_KP + position / 2 * kPanel;
+      for (int p = 0; p < kPanel; ++p) row[p] |= half_[0][p];
+      ++position, ++k0, --count;
+    }
+    uint32_t* row = dst_KP + position / 2 * kPanel;
+    const int64_t pairs = count / 2;
+    if (x.stride_row == 1 && x.stride_k != 1) {
+      for (int64_t k = 0; k < pairs; ++k) {
+        const uint16_t* halves[2];
+        for (int h = 0; h < 2; ++h) {
+          if (x.dtype == DType::kBFloat16 && columns == kPanel) {
+            halves[h] = reinterpret_cast<const uint16_t*>(element(x, n0, k0 + 2 * k + h));
+          } else {
+            fill(half_[h], x, n0, columns, k0 + 2 * k + h);
+            halves[h] = half_[h];
+          }
+        }
+        loops_.pair(row + k * kPanel, halves[0], halves[1], kPanel);
+      }
+    } else {
+      for (int64_t k = 0; k < pairs; k += kWords) {
+        const int64_t words = std::min(kWords, pairs - k);
+        const void* rows[kPanel];
+        row_pointers(rows, x, n0, columns, k0 + 2 * k, 2 * words);
+        loops_.transpose(row + k * kPanel, rows, words, true);
+      }
+    }
+    if (count % 2 == 1) {  // high half of the last pair; the low half stays +0 unless another source follows
+      column(x, n0, columns, k0 + count - 1);
+      uint32_t* last = row + pairs * kPanel;
+      for (int p = 0; p < kPanel; ++p) last[p] = static_cast<uint32_t>(half_[0][p]) << 16;
+    }
+  }
+
+  void pack_plain(char* dst_KP, const Operand& x, int64_t n0, int64_t columns, int64_t k0, int64_t count) {
+    const int64_t bytes = step_bytes(layout_.compute) * kPanel;
+    if (x.stride_row == 1 && x.stride_k != 1) {
+      for (int64_t k = 0; k < count; ++k) fill(dst_KP + k * bytes, x, n0, columns, k0 + k);
+      return;
+    }
+    const int64_t per_round = layout_.compute == DType::kFloat16 ? 2 * kWords : kWords;
+    for (int64_t k = 0; k < count; k += per_round) {
+      const int64_t n = std::min(per_round, count - k);
+      const void* rows[kPanel];
+      row_pointers(rows, x, n0, columns, k0 + k, n);
+      char* dst = dst_KP + k * bytes;
+      if (layout_.compute == DType::kFloat32) {
+        loops_.transpose(reinterpret_cast<uint32_t*>(dst), rows, n, false);
+      } else if (layout_.compute == DType::kFloat64) {
+        for (int p = 0; p < kPanel; ++p) {
+          const double* from = static_cast<const double*>(rows[p]);
+          for (int64_t i = 0; i < n; ++i) reinterpret_cast<double*>(dst)[i * kPanel + p] = from[i];
+        }
+      } else {
+        for (int p = 0; p < kPanel; ++p) {
+          const uint16_t* from = static_cast<const uint16_t*>(rows[p]);
+          for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint16_t*>(dst)[i * kPanel + p] = from[i];
+        }
+      }
+    }
+  }
+
+  // One index k of 64 columns, zero beyond `columns`.
+  void fill(void* dst, const Operand& x, int64_t n0, int64_t columns, int64_t k) {
+    reader_.along_rows(dst, x, n0, k, columns);
+    const int64_t size = size_of(layout_.compute);
+    std::memset(static_cast<char*>(dst) + columns * size, 0, static_cast<size_t>((kPanel - columns) * size));
+  }
+  void column(const Operand& x, int64_t n0, int64_t columns, int64_t k) { fill(half_[0], x, n0, columns, k); }
+
+  // Pointers to n compute-typed values of each of 64 columns; columns beyond the last point at zeros.
+  void row_pointers(const void** rows, const Operand& x, int64_t n0, int64_t columns, int64_t k, int64_t n) {
+    for (int64_t p = 0; p < kPanel; ++p) {
+      if (p >= columns) {
+        rows[p] = zero_row_;
+      } else if (x.dtype == layout_.compute && x.stride_k == 1) {
+        rows[p] = element(x, n0 + p, k);
+      } else {
+        char* row = staged_ + p * kRowBytes;
+        reader_.along_k(row, x, n0 + p, k, n);
+        rows[p] = row;
+      }
+    }
+  }
+
+  static constexpr int64_t kRowBytes = kWords * 8 + 64;  // + a line: rows then start in different L1 sets
+  const Loops& loops_;
+  const ChainLayout& layout_;
+  Reader reader_;
+  alignas(64) char zero_row_[kWords * 8];
+  alignas(64) char staged_[kPanel * kRowBytes];
+  alignas(64) uint16_t half_[2][kPanel];
+};
+
+// How rows are cut: tile t = rows [m*t/tiles, m*(t+1)/tiles); block b = tiles [tiles*b/blocks, tiles*(b+1)/blocks).
+struct RowCut {
+  RowCut(int64_t m, int64_t tiles_per_block)
+      : m(m), tiles(ceil_div(m, kTileRows)), blocks(ceil_div(tiles, tiles_per_block)) {}
+  int64_t row(int64_t tile) const { return m * tile / tiles; }
+  int64_t tile(int64_t block) const { return tiles * block / blocks; }
+
+  int64_t m;
+  int64_t tiles;
+  int64_t blocks;
+};
+
+// A run of packed steps of one chain that is processed for all tiles of a block before the next run.
+struct Run {
+  int64_t chain;
+  int64_t begin;  // in the chain, packed steps
+  int64_t steps;
+};
+
+struct Plan {
+  const GemmKernels* kernels;
+  const ChainLayout* layout;
+  RowCut rows;
+  std::vector<Run> runs;           // ascending
+  std::vector<int64_t> first_run;  // of each chain; num_chains + 1 entries
+  const ChainTable* table;
+  bool stream;         // one tile per block: B is read once, prefetch it
+  bool widen;          // B is widened to fp32 before the chain reads it
+  bool widen_panel;    // the whole panel at once, kept for all row blocks of the panel
+  int64_t a_bytes;     // bytes of one packed value of A (a pair of bf16 for `dot`)
+  int64_t a_per_step;  // packed values of A per packed step of B
+};
+
+// Packs the values of A that run `run` reads for row block `block`: [tile][step][row of the tile].
+class BlockPacker {
+ public:
+  BlockPacker(const Plan& plan, const std::vector<Operand>& sources)
+      : plan_(plan),
+        sources_(sources),
+        dot_(plan.table == plan.kernels->dot && plan.table != nullptr),
+        to_(dot_ ? DType::kBFloat16 : accumulation(plan.layout->compute)),
+        reader_(*plan.kernels->loops, plan.layout->compute, to_) {}
+
+  void pack(char* dst, int64_t block, const Run& run) {
+    const bool pairs = plan_.layout->compute == DType::kBFloat16;
+    const int64_t begin = run.begin * (pairs ? 2 : 1);
+    const int64_t count = run.steps * (pairs ? 2 : 1);
+    const int64_t tile0 = plan_.rows.tile(block);
+    const int64_t tile1 = plan_.rows.tile(block + 1);
+    const int64_t row0 = plan_.rows.row(tile0);
+    bool along_rows = true;
+    for (const Operand& x : sources_) along_rows = along_rows && x.stride_row == 1 && x.stride_k != 1;
+    const int64_t size = size_of(to_);
+    for (int64_t tile = tile0; tile < tile1; ++tile) {
+      const int64_t r0 = plan_.rows.row(tile);
+      const int64_t rows = plan_.rows.row(tile + 1) - r0;
+      char* out = dst + (r0 - row0) * run.steps * plan_.a_per_step * plan_.a_bytes;
+      if (along_rows) {
+        // [index][row] as it comes; for pairs the two indices of a step are interleaved afterwards
+        if (!dot_) {
+          each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+            for (int64_t i = 0; i < n; ++i) reader_.along_rows(out + (at + i) * rows * size, x, r0, k + i, rows);
+          });
+          const int64_t real = std::min(count, plan_.layout->length[static_cast<size_t>(run.chain)] - begin);
+          std::memset(out + real * rows * size, 0, static_cast<size_t>((count - real) * rows * size));
+        } else {
+          uint16_t* half = reinterpret_cast<uint16_t*>(staged_);
+          std::memset(half, 0, static_cast<size_t>(count * rows * 2));
+          each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+            for (int64_t i = 0; i < n; ++i) reader_.along_rows(half + (at + i) * rows, x, r0, k + i, rows);
+          });
+          uint32_t* words = reinterpret_cast<uint32_t*>(out);
+          for (int64_t k = 0; k < run.steps; ++k) {
+            for (int64_t r = 0; r < rows; ++r) {
+              words[k * rows + r] =
+                  (static_cast<uint32_t>(half[2 * k * rows + r]) << 16) | half[(2 * k + 1) * rows + r];
+            }
+          }
+        }
+        continue;
+      }
+      const int64_t row_bytes = count * size;
+      for (int64_t r = 0; r < rows; ++r) {
+        char* row = staged_ + r * row_bytes;
+        const int64_t real = std::min(count, plan_.layout->length[static_cast<size_t>(run.chain)] - begin);
+        std::memset(row + real * size, 0, static_cast<size_t>((count - real) * size));
+        each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+          reader_.along_k(row + at * size, x, r0 + r, k, n);
+        });
+      }
+      if (dot_) {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(staged_);
+        interleave(reinterpret_cast<uint32_t*>(out), words, rows, run.steps);
+        uint32_t* swapped = reinterpret_cast<uint32_t*>(out);
+        for (int64_t i = 0; i < run.steps * rows; ++i) swapped[i] = (swapped[i] << 16) | (swapped[i] >> 16);
+      } else if (size == 8) {
+        interleave(reinterpret_cast<uint64_t*>(out), reinterpret_cast<const uint64_t*>(staged_), rows, count);
+      } else {
+        interleave(reinterpret_cast<uint32_t*>(out), reinterpret_cast<const uint32_t*>(staged_), rows, count);
+      }
+    }
+  }
+
+ private:
+  template <class T>
+  static void interleave(T* dst, const T* src, int64_t rows, int64_t count) {
+    auto fixed = [&](auto constant) {
+      constexpr int64_t kRows = decltype(constant)::value;
+      for (int64_t k = 0; k < count; ++k) {
+        for (int64_t r = 0; r < kRows; ++r) dst[k * kRows + r] = src[r * count + k];
+      }
+    };
+    switch (rows) {
+      case 1:
+        std::memcpy(dst, src, static_cast<size_t>(count) * sizeof(T));
+        break;
+      case 2:
+        fixed(std::integral_constant<int64_t, 2>{});
+        break;
+      case 3:
+        fixed(std::integral_constant<int64_t, 3>{});
+        break;
+      case 4:
+        fixed(std::integral_constant<int64_t, 4>{});
+        break;
+      case 5:
+        fixed(std::integral_constant<int64_t, 5>{});
+        break;
+      default:
+        fixed(std::integral_constant<int64_t, 6>{});
+        break;
+    }
+  }
+
+  // The pieces of the sources that make up chain positions [begin, begin + count): body(source, k, at, n).
+  template <class Body>
+  void each_piece(int64_t chain, int64_t begin, int64_t count, const Body& body) {
+    int64_t start = 0;
+    for (size_t s = 0; s < sources_.size(); ++s) {
+      const int64_t length = plan_.layout->segment(s, chain);
+      const int64_t lo = std::max(begin, start);
+      const int64_t hi = std::min(begin + count, start + length);
+      if (lo < hi) {
+        body(sources_[s], plan_.layout->cuts[s][static_cast<size_t>(chain)] + lo - start, lo - begin, hi - lo);
+      }
+      start += length;
+    }
+  }
+
+  const Plan& plan_;
+  const std::vector<Operand>& sources_;
+  bool dot_;
+  DType to_;
+  Reader reader_;
+  alignas(64) char staged_[kTileRows * 2 * kStreamSteps * 8];
+};
+
+Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m) {
+  int64_t nonempty = 0;
+  for (int64_t steps : layout.steps) nonempty += steps > 0;
+  const bool is_short = nonempty > 0 && layout.total_steps / nonempty < kShortChain;
+  Plan plan{
+      &kernels, &layout, RowCut(m, is_short ? kShortBlockTiles : kBlockTiles), {}, {}, nullptr, false, false, false,
+      0,        1};
+  const bool one_tile = plan.rows.tiles == 1;
+  plan.stream = one_tile;
+  switch (layout.compute) {
+    case DType::kFloat64:
+      plan.table = kernels.f64;
+      break;
+    case DType::kFloat32:
+      plan.table = kernels.f32;
+      break;
+    case DType::kFloat16:
+      plan.table = kernels.f32;
+      plan.widen = true;
+      break;
+    case DType::kBFloat16:
+      if (kernels.dot != nullptr) {
+        plan.table = kernels.dot;
+      } else if (kernels.pair != nullptr && plan.rows.tiles <= 2) {
+        plan.table = kernels.pair;
+        plan.a_per_step = 2;
+      } else {
+        plan.table = kernels.f32;
+        plan.widen = true;
+        plan.a_per_step = 2;
+      }
+      break;
+  }
+  plan.a_bytes = layout.compute == DType::kFloat64 ? 8 : 4;
+  const int64_t widened = layout.total_steps * plan.a_per_step * kPanel * 4;
+  plan.widen_panel = plan.widen && plan.rows.blocks > 1 && widened <= kWidenPanelBytes;
+  if (plan.widen) plan.stream = false;
+  const int64_t limit = one_tile && !plan.widen ? kStreamSteps : kBlockSteps / plan.a_per_step;
+  for (int64_t chain = 0; chain < layout.num_chains(); ++chain) {
+    plan.first_run.push_back(static_cast<int64_t>(plan.runs.size()));
+    const int64_t steps = layout.steps[static_cast<size_t>(chain)];
+    for (int64_t begin = 0; begin < steps; begin += limit) {
+      plan.runs.push_back({chain, begin, std::min(limit, steps - begin)});
+    }
+  }
+  plan.first_run.push_back(static_cast<int64_t>(plan.runs.size()));
+  return plan;
+}
+
+void widen(const Plan& plan, float* dst, const char* src, int64_t steps) {
+  if (plan.layout->compute == DType::kBFloat16) {
+    plan.kernels->widen_pairs(dst, reinterpret_cast<const uint32_t*>(src), steps);
+  } else {
+    plan.kernels->widen_f16(dst, reinterpret_cast<const uint16_t*>(src), steps);
+  }
+}
+
+// The accumulators of one row block and the schedule that runs on them.
+template <class T>
+class Task {
+ public:
+  Task(const Plan& plan, const Schedule& program, const PackedB& b, const char* a_packed, const T* bias,
+       const Result& out)
+      : plan_(plan), program_(program), b_(b), a_(a_packed), bias_(bias), out_(out) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < plan.rows.blocks; ++i) {
+      most = std::max(most, plan.rows.row(plan.rows.tile(i + 1)) - plan.rows.row(plan.rows.tile(i)));
+    }
+    slot_stride_ = most * kPanel;
+    slots_ = aligned_buffer(program.num_slots * slot_stride_ * static_cast<int64_t>(sizeof(T)));
+    raw_.assign(static_cast<size_t>(program.num_slots), false);
+    if (plan.widen) {
+      int64_t steps = plan.layout->total_steps;
+      if (!plan.widen_panel) {
+        steps = 0;
+        for (const Run& run : plan.runs) steps = std::max(steps, run.steps);
+      }
+      widened_ = aligned_buffer(steps * plan.a_per_step * kPanel * 4);
+    }
+  }
+
+  void run(int64_t panel, int64_t block) {
+    panel_ = b_.panel(panel);
+    tile0_ = plan_.rows.tile(block);
+    tile1_ = plan_.rows.tile(block + 1);
+    row0_ = plan_.rows.row(tile0_);
+    rows_ = plan_.rows.row(tile1_) - row0_;
+    if (plan_.widen_panel && panel != widened_panel_) {
+      widen(plan_, static_cast<float*>(widened_.get()), panel_, plan_.layout->total_steps);
+      widened_panel_ = panel;
+    }
+    const Loops& loops = *plan_.kernels->loops;
+    const int64_t n = rows_ * kPanel;
+    for (const Step& step : program_.steps) {
+      T* x = slot(step.slot);
+      std::vector<bool>::reference raw = raw_[static_cast<size_t>(step.slot)];
+      switch (step.kind) {
+        case StepKind::kZero:
+          std::memset(x, 0, static_cast<size_t>(n) * sizeof(T));
+          raw = false;
+          break;
+        case StepKind::kLoad:
+          raw = chain(step.source, x) && !step.round;
+          if (step.round) finish_wire(x, n);
+          break;
+        case StepKind::kAdd: {
+          // Without rounding the +0.0 of a leaf is left to the addition: l + (r + 0.0) is never -0, so a raw -0 on
+          // the left gives the same sum as +0.
+          const int right = static_cast<int>(step.source);
+          if (step.round) {
+            if (raw) finish(x, n);
+            if (raw_[static_cast<size_t>(right)]) finish(slot(right), n);
+            add_wire(x, slot(right), n);
+          } else {
+            add_leaf(x, slot(right), n);
+          }
+          raw = false;
+          break;
+        }
+      }
+    }
+    const int64_t columns = std::min<int64_t>(kPanel, b_.n() - panel * kPanel);
+    for (size_t o = 0; o < program_.outputs.size(); ++o) {
+      T* x = slot(static_cast<int>(o));
+      if (raw_[o]) finish(x, n);
+      char* base = static_cast<char*>(out_.data) +
+                   (static_cast<int64_t>(o) * out_.stride_output + row0_ * out_.stride_row + panel * kPanel) *
+                       size_of(out_.dtype);
+      const T* bias = bias_ == nullptr ? nullptr : bias_ + panel * kPanel;
+      for (int64_t r = 0; r < rows_; ++r) {
+        store(loops, base + r * out_.stride_row * size_of(out_.dtype), x + r * kPanel, columns, bias);
+      }
+    }
+  }
+
+ private:
+  T* slot(int index) { return static_cast<T*>(slots_.get()) + index * slot_stride_; }
+
+  // slot = chain `index` of the block, without the final +0.0; false if the chain is empty (then the slot is +0).
+  bool chain(int64_t index, T* x) {
+    const int64_t first = plan_.first_run[static_cast<size_t>(index)];
+    const int64_t last = plan_.first_run[static_cast<size_t>(index) + 1];
+    if (first == last) {
+      std::memset(x, 0, static_cast<size_t>(rows_ * kPanel) * sizeof(T));
+      return false;
+    }
+    const ChainLayout& layout = *plan_.layout;
+    const int64_t a_step = plan_.a_per_step * plan_.a_bytes;
+    const int64_t b_step = step_bytes(layout.compute) * kPanel;
+    const ChainFn* kernels = plan_.stream ? plan_.table->stream : plan_.table->tile;
+    const FpFlushScope flush(plan_.kernels->hardware_flush && layout.compute != DType::kFloat64);
+    for (int64_t i = first; i < last; ++i) {
+      const Run& run = plan_.runs[static_cast<size_t>(i)];
+      const int64_t at = layout.offset[static_cast<size_t>(index)] + run.begin;
+      const char* b = panel_ + at * b_step;
+      int64_t steps = run.steps;
+      if (plan_.widen) {
+        float* wide = static_cast<float*>(widened_.get());
+        if (plan_.widen_panel) {
+          wide += at * plan_.a_per_step * kPanel;
+        } else {
+          widen(plan_, wide, b, run.steps);
+        }
+        b = reinterpret_cast<const char*>(wide);
+        steps *= plan_.a_per_step;
+      }
+      const char* a = a_ + (row0_ * layout.total_steps + at * rows_) * a_step;
+      for (int64_t tile = tile0_; tile < tile1_; ++tile) {
+        const int64_t r0 = plan_.rows.row(tile);
+        const int64_t rows = plan_.rows.row(tile + 1) - r0;
+        kernels[rows - 1](a + (r0 - row0_) * run.steps * a_step, b, steps, x + (r0 - row0_) * kPanel, i == first);
+      }
+    }
+    return true;
+  }
+
+  void finish(float* x, int64_t n) { plan_.kernels->loops->finish_f32(x, n); }
+  void finish(double* x, int64_t n) { plan_.kernels->loops->finish_f64(x, n); }
+  // No schedule rounds an fp64 accumulator: gemm() refuses it.
+  void finish_wire(float* x, int64_t n) { plan_.kernels->loops->finish_wire(x, n); }
+  void finish_wire(double*, int64_t) {}
+  void add_wire(float* x, const float* y, int64_t n) { plan_.kernels->loops->add_wire(x, x, y, n); }
+  void add_wire(double*, const double*, int64_t) {}
+  void add_leaf(float* x, const float* y, int64_t n) { plan_.kernels->loops->add_leaf_f32(x, y, n); }
+  void add_leaf(double* x, const double* y, int64_t n) { plan_.kernels->loops->add_leaf_f64(x, y, n); }
+  void store(const Loops& loops, void* dst, const float* x, int64_t n, const float* bias) {
+    loops.store_f32(dst, out_.dtype, x, n, 1.0f, bias);
+  }
+  void store(const Loops& loops, void* dst, const double* x, int64_t n, const double* bias) {
+    loops.store_f64(dst, out_.dtype, x, n, 1.0, bias);
+  }
+
+  const Plan& plan_;
+  const Schedule& program_;
+  const PackedB& b_;
+  const char* a_;
+  const T* bias_;
+  const Result& out_;
+  int64_t slot_stride_ = 0;
+  AlignedBuffer slots_;
+  AlignedBuffer widened_;
+  std::vector<bool> raw_;
+  int64_t widened_panel_ = -1;
+  const char* panel_ = nullptr;
+  int64_t tile0_ = 0;
+  int64_t tile1_ = 0;
+  int64_t row0_ = 0;
+  int64_t rows_ = 0;
+};
+
+// Memory for the packed A, kept by the calling thread between calls: fresh pages cost more than the packing.
+char* packed_a_buffer(int64_t bytes, AlignedBuffer& fresh) {
+  constexpr int64_t kKeep = 32 << 20;
+  if (bytes > kKeep) {
+    fresh = aligned_buffer(bytes);
+    return static_cast<char*>(fresh.get());
+  }
+  thread_local AlignedBuffer kept;
+  thread_local int64_t kept_bytes = 0;
+  if (kept_bytes < bytes) {
+    kept.reset();
+    kept_bytes = 0;
+    kept = aligned_buffer(bytes);
+    kept_bytes = bytes;
+  }
+  return static_cast<char*>(kept.get());
+}
+
+void serial(int64_t count, const std::function<void(int64_t, int64_t)>& body) { body(0, count); }
+
+template <class T>
+void run_tasks(const Plan& plan, const Schedule& program, const PackedB& b, const char* a, const void* bias,
+               const Result& out, const ParallelFor& parallel) {
+  parallel(b.panels() * plan.rows.blocks, [&](int64_t begin, int64_t end) {
+    const FpIeeeScope ieee;
+    Task<T> task(plan, program, b, a, static_cast<const T*>(bias), out);
+    for (int64_t i = begin; i < end; ++i) task.run(i / plan.rows.blocks, i % plan.rows.blocks);
+  });
+}
+
+}  // namespace
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+  }
+  return "?";
+}
+
+void FreeDeleter::operator()(void* p) const { std::free(p); }
+
+AlignedBuffer aligned_buffer(int64_t bytes) {
+  const size_t size = (static_cast<size_t>(std::max<int64_t>(bytes, 1)) + 63) / 64 * 64;
+  void* p = std::aligned_alloc(64, size);
+  if (p == nullptr) throw std::bad_alloc();
+  return AlignedBuffer(p);
+}
+
+ChainLayout::ChainLayout(std::vector<std::vector<int64_t>> cuts_, DType compute_)
+    : compute(compute_), cuts(std::move(cuts_)) {
+  if (cuts.empty()) throw std::invalid_argument("gemm: cuts must name at least one source");
+  for (size_t s = 0; s < cuts.size(); ++s) {
+    const std::string where = "gemm: cuts[" + std::to_string(s) + "]";
+    if (cuts[s].empty()) throw std::invalid_argument(where + " is empty; expected chains + 1 offsets");
+    if (cuts[s].size() != cuts[0].size()) {
+      throw std::invalid_argument(where + " has " + std::to_string(cuts[s].size()) + " offsets, cuts[0] has " +
+                                  std::to_string(cuts[0].size()) + "; every source needs the same number of chains");
+    }
+    for (size_t i = 0; i < cuts[s].size(); ++i) {
+      const int64_t before = i == 0 ? 0 : cuts[s][i - 1];
+      if (cuts[s][i] < before) {
+        throw std::invalid_argument(
+            where + "[" + std::to_string(i) + "] = " + std::to_string(cuts[s][i]) +
+            "; offsets must be >= 0 and must not descend (before it: " + std::to_string(before) + ")");
+      }
+    }
+  }
+  const int64_t chains = static_cast<int64_t>(cuts[0].size()) - 1;
+  for (int64_t c = 0; c < chains; ++c) {
+    int64_t sum = 0;
+    for (size_t s = 0; s < cuts.size(); ++s) sum += segment(s, c);
+    length.push_back(sum);
+    steps.push_back(compute == DType::kBFloat16 ? (sum + 1) / 2 : sum);
+    offset.push_back(total_steps);
+    total_steps += steps.back();
+  }
+}
+
+PackedB::PackedB(const std::vector<Operand>& sources, int64_t n, ChainLayout layout, const ParallelFor& parallel)
+    : n_(n), layout_(std::move(layout)) {
+  data_ = aligned_buffer(nbytes());
+  const Loops& loops = *find_path("", DType::kFloat32).loops;
+  parallel(panels(), [&](int64_t begin, int64_t end) {
+    const FpIeeeScope ieee;
+    PanelPacker packer(loops, layout_);
+    for (int64_t i = begin; i < end; ++i) {
+      packer.pack(const_cast<char*>(panel(i)), sources, i * kPanel, std::min<int64_t>(kPanel, n_ - i * kPanel));
+    }
+  });
+}
+
+int64_t PackedB::nbytes() const { return panels() * layout_.total_steps * kPanel * step_bytes(layout_.compute); }
+
+const char* PackedB::panel(int64_t index) const {
+  return static_cast<const char*>(data_.get()) + index * layout_.total_steps * kPanel * step_bytes(layout_.compute);
+}
+
+void gemm(const std::vector<Operand>& a, int64_t m, const PackedB& b, const ChainLayout& layout,
+          const Schedule& program, const void* bias, const Result& out, const GemmKernels& kernels,
+          const ParallelFor& parallel) {
+  require_narrowing("gemm", accumulation(layout.compute), program, out.dtype);
+  if (m == 0 || b.n() == 0) return;
+  const Plan plan = make_plan(kernels, layout, m);
+  const int64_t a_step = plan.a_per_step * plan.a_bytes;
+  AlignedBuffer fresh;
+  char* packed = packed_a_buffer(m * layout.total_steps * a_step, fresh);
+  const int64_t num_runs = static_cast<int64_t>(plan.runs.size());
+  auto pack = [&](int64_t begin, int64_t end) {
+    const FpIeeeScope ieee;
+    BlockPacker packer(plan, a);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i / num_runs;
+      const Run& run = plan.runs[static_cast<size_t>(i % num_runs)];
+      const int64_t row0 = plan.rows.row(plan.rows.tile(block));
+      const int64_t rows = plan.rows.row(plan.rows.tile(block + 1)) - row0;
+      const int64_t at = layout.offset[static_cast<size_t>(run.chain)] + run.begin;
+      packer.pack(packed + (row0 * layout.total_steps + at * rows) * a_step, block, run);
+    }
+  };
+  // A small A is packed before a thread could be woken.
+  const bool small = m * layout.total_steps < (1 << 15);
+  (small ? ParallelFor(serial) : parallel)(plan.rows.blocks * num_runs, pack);
+  if (layout.compute == DType::kFloat64) {
+    run_tasks<double>(plan, program, b, packed, bias, out, parallel);
+  } else {
+    run_tasks<float>(plan, program, b, packed, bias, out, parallel);
+  }
+}
+
+void require_narrowing(const char* where, DType accumulation, const Schedule& program, DType out) {
+  if (accumulation != DType::kFloat64) return;
+  for (const Step& step : program.steps) {
+    if (step.round) {
+      throw std::invalid_argument(std::string(where) + ": a bfloat16 wire needs float32 accumulation, got float64");
+    }
+  }
+  if (out != DType::kFloat64 && out != DType::kFloat32) {
+    throw std::invalid_argument(std::string(where) + ": out_dtype: a float64 root leaves as float64 or float32, got " +
+                                name_of(out));
+  }
+}
+
+bool is_operand(DType source, DType compute) {
+  if (source == compute) return true;
+  switch (compute) {
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return source == DType::kFloat32;
+    case DType::kFloat32:
+      return source == DType::kBFloat16 || source == DType::kFloat16;
+    case DType::kFloat64:
+      return true;
+  }
+  return false;
+}
+
+std::string operand_list(DType compute) {
+  std::string list;
+  for (DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    if (is_operand(dtype, compute)) list += (list.empty() ? "" : ", ") + std::string(name_of(dtype));
+  }
+  return list;
+}
+
+namespace {
+
+std::vector<const GemmKernels*> available() {
+  std::vector<const GemmKernels*> paths;
+  for (const GemmKernels* path : {avx512_bf16_kernels(), avx512f_kernels(), avx2_kernels(), portable_kernels()}) {
+    if (path != nullptr) paths.push_back(path);
+  }
+  return paths;
+}
+
+// Seconds of one small compute-bound product on a path: 48 x 64 x 512 in bf16, best of several.
+double time_bf16(const GemmKernels& kernels) {
+  constexpr int64_t kRows = 48;
+  constexpr int64_t kDepth = 512;
+  const std::vector<uint16_t> ones(static_cast<size_t>(kPanel * kDepth), 0x3f80);
+  std::vector<float> out(static_cast<size_t>(kRows * kPanel));
+  const std::vector<Operand> operand = {{ones.data(), DType::kBFloat16, kDepth, 1}};
+  const ChainLayout layout({{0, kDepth}}, DType::kBFloat16);
+  const PackedB b(operand, kPanel, layout, serial);
+  const Schedule program = schedule(leaf_nodes(0, 1), 1);
+  const Result result{out.data(), DType::kFloat32, 0, kPanel};
+  double best = 1e9;
+  for (int i = 0; i < 12; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    gemm(operand, kRows, b, layout, program, nullptr, result, kernels, serial);
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return best;
+}
+
+// vdpbf16ps does two steps per lane, but some cores start one only every second cycle; both give the same bits.
+const GemmKernels* fastest_bf16() {
+  static const GemmKernels* fastest = [] {
+    const GemmKernels* dot = avx512_bf16_kernels();
+    const GemmKernels* wide = avx512f_kernels();
+    if (dot == nullptr || wide == nullptr) return available().front();
+    return time_bf16(*dot) <= time_bf16(*wide) ? dot : wide;
+  }();
+  return fastest;
+}
+
+}  // namespace
+
+std::vector<std::string> cpu_paths() {
+  std::vector<std::string> names;
+  for (const GemmKernels* path : available()) names.emplace_back(path->name);
+  return names;
+}
+
+const GemmKernels& find_path(const std::string& name, DType compute) {
+  const char* variable = std::getenv("TBIK_CPU_PATH");
+  const bool forced_here = !name.empty();
+  const std::string wanted = forced_here ? name : variable == nullptr ? "" : variable;
+  const std::vector<const GemmKernels*> paths = available();
+  if (wanted.empty()) {
+    if (compute == DType::kBFloat16) return *fastest_bf16();
+    return paths.front()->only_bf16 ? *paths[1] : *paths.front();
+  }
+  for (size_t i = 0; i < paths.size(); ++i) {
+    if (wanted != paths[i]->name) continue;
+    if (!paths[i]->only_bf16 || compute == DType::kBFloat16) return *paths[i];
+    // The variable is for the whole process: other compute types take the next path. An argument is meant literally.
+    if (!forced_here) return *paths[i + 1];
+    throw std::invalid_argument("gemm: path 'avx512_bf16' computes bfloat16 only, got compute '" +
+                                std::string(name_of(compute)) + "'");
+  }
+  std::string known;
+  for (const GemmKernels* path : paths) known += (known.empty() ? "" : ", ") + std::string(path->name);
+  throw std::invalid_argument((forced_here ? "path '" : "TBIK_CPU_PATH '") + wanted +
+                              "' is not available on this CPU; available: " + known);
+}
+
+}  // namespace tbik

@@ -1,0 +1,180 @@
+// Tree-GEMM chains with 256-bit fused multiply-adds (AVX2 + FMA + F16C).
+//
+//   acc_RP = +0; for k ascending: acc_RP = fma(a_KR[k], b_KP[k], acc_RP)      R = 1..6 rows, P = 64 columns
+//
+// The panel is walked in strips of two registers (16 fp32 or 8 fp64 columns): 6 x 2 = 12 accumulators of 16 registers.
+// fp32 chains run with FTZ and DAZ on (the caller sets them), fp64 chains in IEEE mode.
+// Bits: deterministic, batch-invariant, equal to gemm_portable.cpp.
+#include <cstdint>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace tbik {
+namespace avx2 {
+
+#include "combine_loops.h"
+
+namespace {
+
+template <int R>
+__attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+  for (int strip = 0; strip < kPanel; strip += 16) {
+    const float* a = static_cast<const float*>(a_KR);
+    const float* b = static_cast<const float*>(b_KP) + strip;
+    float* out = static_cast<float*>(acc_RP) + strip;
+    __m256 acc[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) acc[r][j] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(out + r * kPanel + j * 8);
+    }
+    for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+      const __m256 b0 = _mm256_loadu_ps(b);
+      const __m256 b1 = _mm256_loadu_ps(b + 8);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m256 av = _mm256_broadcast_ss(a + r);
+        acc[r][0] = _mm256_fmadd_ps(av, b0, acc[r][0]);
+        acc[r][1] = _mm256_fmadd_ps(av, b1, acc[r][1]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) _mm256_storeu_ps(out + r * kPanel + j * 8, acc[r][j]);
+    }
+  }
+}
+
+template <int R>
+__attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+  for (int strip = 0; strip < kPanel; strip += 8) {
+    const double* a = static_cast<const double*>(a_KR);
+    const double* b = static_cast<const double*>(b_KP) + strip;
+    double* out = static_cast<double*>(acc_RP) + strip;
+    __m256d acc[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) acc[r][j] = first ? _mm256_setzero_pd() : _mm256_loadu_pd(out + r * kPanel + j * 4);
+    }
+    for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+      const __m256d b0 = _mm256_loadu_pd(b);
+      const __m256d b1 = _mm256_loadu_pd(b + 4);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m256d av = _mm256_broadcast_sd(a + r);
+        acc[r][0] = _mm256_fmadd_pd(av, b0, acc[r][0]);
+        acc[r][1] = _mm256_fmadd_pd(av, b1, acc[r][1]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) _mm256_storeu_pd(out + r * kPanel + j * 4, acc[r][j]);
+    }
+  }
+}
+
+// vcvtph2ps keeps fp16 subnormals whatever DAZ says.
+void widen_f16(float* dst_KP, const uint16_t* src_KP, int64_t steps) {
+  for (int64_t i = 0; i < steps * kPanel; i += 8) {
+    _mm256_storeu_ps(dst_KP + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src_KP + i))));
+  }
+}
+
+// 8 x 8 words in registers.
+inline void transpose_8(__m256i v[8]) {
+  __m256i t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  // v[4g + c] holds, in lane l, column 4l + c of rows 4g..4g+3.
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    t[c] = _mm256_permute2x128_si256(v[c], v[4 + c], 0x20);
+    t[4 + c] = _mm256_permute2x128_si256(v[c], v[4 + c], 0x31);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) v[i] = t[i];
+}
+
+void transpose(uint32_t* dst_CP, const void* const* rows, int64_t cols, bool rotate) {
+  const int64_t whole = cols / 8 * 8;
+  for (int64_t c0 = 0; c0 < whole; c0 += 8) {
+    for (int r0 = 0; r0 < kPanel; r0 += 8) {
+      __m256i v[8];
+#pragma GCC unroll 8
+      for (int r = 0; r < 8; ++r) {
+        const char* row = static_cast<const char*>(rows[r0 + r]) + c0 * 4;
+        v[r] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+      }
+      transpose_8(v);
+#pragma GCC unroll 8
+      for (int c = 0; c < 8; ++c) {
+        const __m256i swapped = _mm256_or_si256(_mm256_slli_epi32(v[c], 16), _mm256_srli_epi32(v[c], 16));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst_CP + (c0 + c) * kPanel + r0), rotate ? swapped : v[c]);
+      }
+    }
+  }
+  if (whole < cols) {
+    const void* tail[kPanel];
+    for (int r = 0; r < kPanel; ++r) tail[r] = static_cast<const char*>(rows[r]) + whole * 4;
+    transpose_plain(dst_CP + whole * kPanel, tail, cols - whole, rotate);
+  }
+}
+
+const ChainTable kF32 = {{chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>},
+                         {chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>}};
+const ChainTable kF64 = {{chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>},
+                         {chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>}};
+const Loops kLoops = make_loops(transpose);
+const GemmKernels kKernels = {"avx2",  &kLoops,           true,     false, &kF32, &kF64, nullptr,
+                              nullptr, widen_pairs_plain, widen_f16};
+
+}  // namespace
+}  // namespace avx2
+}  // namespace tbik
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace tbik {
+
+const GemmKernels* avx2_kernels() {
+  const bool supported =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return supported ? &avx2::kKernels : nullptr;
+}
+
+}  // namespace tbik
+
+#else  // not x86-64
+
+namespace tbik {
+const GemmKernels* avx2_kernels() { return nullptr; }
+}  // namespace tbik
+
+#endif

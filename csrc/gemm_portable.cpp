@@ -1,0 +1,83 @@
+// Portable tree-GEMM chains: plain C++, correct on any architecture and in any hardware mode it is called in (IEEE).
+//
+//   acc = +0; for k ascending: acc = flush(fma(a_k, b_k, acc))      flush = ORDER.md A2, written out (FTZ + DAZ of x86)
+//
+// a_KR fp32 or fp64, b_KP fp32 or fp64, acc_RP in the same type. fp64 does not flush. deterministic, batch-invariant.
+#include <cmath>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace tbik {
+namespace portable {
+
+#include "combine_loops.h"
+
+namespace {
+
+inline float flush_input(float x) { return (bits(x) & 0x7f800000u) == 0 ? as_f32(bits(x) & 0x80000000u) : x; }
+
+// a, b, c already flushed.
+inline float flushed_fma(float a, float b, float c) {
+  const float r = std::fma(a, b, c);
+  const uint32_t magnitude = bits(r) & 0x7fffffffu;
+  if (magnitude > 0x00800000u || magnitude == 0) return r;
+  bool tiny = magnitude < 0x00800000u;
+  if (!tiny) {
+    // |r| = 2^-126 after rounding: flushed only if the exact value was tiny before rounding at 24 bits.
+    const bool a_smaller = (bits(a) & 0x7fffffffu) <= (bits(b) & 0x7fffffffu);
+    const float small = a_smaller ? a : b;
+    const float large = a_smaller ? b : a;
+    const float s = std::fma(small * 0x1p64f, large, c * 0x1p64f);
+    tiny = std::fabs(s) < 0x1p-62f;
+  }
+  return tiny ? as_f32(bits(r) & 0x80000000u) : r;
+}
+
+template <int R>
+void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+  const float* a = static_cast<const float*>(a_KR);
+  const float* b = static_cast<const float*>(b_KP);
+  float* acc = static_cast<float*>(acc_RP);
+  if (first) {
+    for (int i = 0; i < R * kPanel; ++i) acc[i] = 0.0f;
+  }
+  for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+    for (int r = 0; r < R; ++r) {
+      const float av = flush_input(a[r]);
+      for (int p = 0; p < kPanel; ++p) {
+        acc[r * kPanel + p] = flushed_fma(av, flush_input(b[p]), acc[r * kPanel + p]);
+      }
+    }
+  }
+}
+
+template <int R>
+void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+  const double* a = static_cast<const double*>(a_KR);
+  const double* b = static_cast<const double*>(b_KP);
+  double* acc = static_cast<double*>(acc_RP);
+  if (first) {
+    for (int i = 0; i < R * kPanel; ++i) acc[i] = 0.0;
+  }
+  for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+    for (int r = 0; r < R; ++r) {
+      for (int p = 0; p < kPanel; ++p) acc[r * kPanel + p] = std::fma(a[r], b[p], acc[r * kPanel + p]);
+    }
+  }
+}
+
+const ChainTable kF32 = {{chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>},
+                         {chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>}};
+const ChainTable kF64 = {{chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>},
+                         {chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>}};
+const Loops kLoops = make_loops(transpose_plain);
+const GemmKernels kKernels = {"portable", &kLoops,           false,          false, &kF32, &kF64, nullptr,
+                              nullptr,    widen_pairs_plain, widen_f16_plain};
+
+}  // namespace
+}  // namespace portable
+
+const GemmKernels* portable_kernels() { return &portable::kKernels; }
+
+}  // namespace tbik

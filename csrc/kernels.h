@@ -1,0 +1,85 @@
+// What one instruction set has to provide. Every table computes the same bits; only the speed differs.
+//
+// Suffixes: _MK = rows by contraction index; R = rows of one register tile (1..6); P = panel width (64 columns).
+// No torch, no CUDA, no intrinsics. Every pointer may be unaligned unless said otherwise.
+#pragma once
+
+#include <cstdint>
+
+namespace tbik {
+
+enum class DType : uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+inline constexpr int kPanel = 64;    // columns of one packed panel of B
+inline constexpr int kTileRows = 6;  // rows of the largest register tile
+
+constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+const char* name_of(DType dtype);
+
+// Contiguous arrays of n elements; IEEE mode; never fused, never flushed (ORDER.md A3, A4, A5, A6, A7). One text,
+// csrc/combine_loops.h, compiled once per instruction set.
+struct Loops {
+  // dst = (to) src, one rounding to nearest even, subnormals kept, narrowed NaN canonical; widening is exact. fp64 is
+  // not cast to bf16 or fp16 (a trap: the callers refuse it before).
+  void (*cast)(void* dst, DType to, const void* src, DType from, int64_t n);
+
+  // out = left + right; _wire: rounded to bf16, then + (+0.0). out may be left or right.
+  void (*add_f32)(float* out, const float* left, const float* right, int64_t n);
+  void (*add_f64)(double* out, const double* left, const double* right, int64_t n);
+  void (*add_wire)(float* out, const float* left, const float* right, int64_t n);
+
+  // left = left + (leaf + (+0.0)): a node whose right operand is a chain that was not yet finished.
+  void (*add_leaf_f32)(float* left, const float* leaf, int64_t n);
+  void (*add_leaf_f64)(double* left, const double* leaf, int64_t n);
+
+  // x = x + (+0.0); _wire: x rounded to bf16 first.
+  void (*finish_f32)(float* x, int64_t n);
+  void (*finish_f64)(double* x, int64_t n);
+  void (*finish_wire)(float* x, int64_t n);
+
+  // dst = (to)(x / divisor + bias), one cast, NaN canonical. divisor == 1: no division. bias may be null.
+  void (*store_f32)(void* dst, DType to, const float* x, int64_t n, float divisor, const float* bias);
+  void (*store_f64)(void* dst, DType to, const double* x, int64_t n, double divisor, const double* bias);
+
+  // dst_j = (hi_j << 16) | lo_j: one row of pairs of a packed bf16 panel.
+  void (*pair)(uint32_t* dst, const uint16_t* hi, const uint16_t* lo, int64_t n);
+
+  // dst[c][r] = rows[r][c] for r < 64, c < cols; rotate: exchanges the halves of every word.
+  void (*transpose)(uint32_t* dst_CP, const void* const* rows, int64_t cols, bool rotate);
+};
+
+// acc[r][p] = fma(a[k][r], b[k][p], acc[r][p]) for k = 0, 1, ... steps-1, in this order; acc = +0 first if `first`.
+// a_KR: contiguous, one value per row and step; b_KP: 64 values per step; acc_RP: row stride 64.
+using ChainFn = void (*)(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first);
+
+// Tables are indexed by rows - 1. `stream` variants prefetch B, which is then read once from memory.
+struct ChainTable {
+  ChainFn tile[kTileRows];
+  ChainFn stream[kTileRows];
+};
+
+struct GemmKernels {
+  const char* name;
+  const Loops* loops;
+  bool hardware_flush;  // the fp32 chains need FTZ and DAZ on; otherwise they need IEEE mode
+  bool only_bf16;       // no chains but `dot` (other compute types: the next path)
+
+  const ChainTable* f32;   // a fp32, b fp32
+  const ChainTable* f64;   // a fp64, b fp64; IEEE mode
+  const ChainTable* pair;  // a fp32 (two values per step), b bf16 pairs: hi half first; null = widen first
+  const ChainTable* dot;   // a bf16 pairs, b bf16 pairs: vdpbf16ps; null = use `pair` or `f32`
+
+  // dst[2k][p], dst[2k+1][p] = fp32 of the high, low half of src[k][p]; exact
+  void (*widen_pairs)(float* dst_KP, const uint32_t* src_KP, int64_t pairs);
+  // dst[k][p] = fp32 of the fp16 src[k][p]; exact
+  void (*widen_f16)(float* dst_KP, const uint16_t* src_KP, int64_t steps);
+};
+
+// Null when the path was not compiled for this architecture or the CPU lacks the instructions.
+const GemmKernels* portable_kernels();
+const GemmKernels* avx2_kernels();
+const GemmKernels* avx512f_kernels();
+const GemmKernels* avx512_bf16_kernels();
+
+}  // namespace tbik

@@ -1,0 +1,46 @@
+"""Builds tbik._C. Everything else about the package stands in pyproject.toml.
+
+    pip install -e . --no-build-isolation          (torch is a build dependency: the one that is installed is used)
+    python setup.py build_ext --inplace
+
+Compiler: $CXX, else c++; g++ >= 11 or clang >= 14. No per-file flags: instruction sets are chosen by pragmas inside
+csrc/gemm_<isa>.cpp, so one binary runs on every x86-64 (and aarch64) and picks its path at run time.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+CSRC = Path("csrc")
+
+# Bits depend on the first three. -fno-math-errno and -fno-trapping-math change no value: they drop errno and the order of
+# exception flags, which nobody reads, and let selects be vectorised. The warnings are false positives inside g++'s own
+# AVX-512 headers.
+COMPILE = [
+    "-O3",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
+
+setup(
+    ext_modules=[
+        CppExtension(
+            name="tbik._C",
+            sources=sorted(str(path) for path in CSRC.glob("*.cpp")),
+            depends=sorted(str(path) for path in CSRC.glob("*.h")),
+            include_dirs=[str(CSRC.resolve())],
+            extra_compile_args=COMPILE,
+            extra_link_args=["-fopenmp"],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)
