@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tbik import __version__, tree
+from tbik import _C, __version__, tree
 from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.plan import Run, TreePlan
 from tbik.tree import ORDER_VERSION, Node
@@ -65,8 +65,9 @@ _ROOT_DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.float64: (torch.float64, torch.float32),
 }
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_SUPPORTED = "float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64"
+_SUPPORTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in (*_FLOATS, *_INTEGERS))
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,7 +77,7 @@ _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None
 class Cover:
     """Node values of one rank: values[i] = node nodes[i] of a contraction of `leaves` leaves (ORDER.md T3).
 
-    values: [num_nodes, ...] fp32 or fp64. nodes: disjoint, ascending, no two siblings, all below `leaves`; may be empty.
+    values: [num_nodes, ...] fp32 or fp64. nodes: disjoint, ascending, no two siblings, below `leaves`; may be empty.
     Errors: PlanError at construction.
     """
 
@@ -241,7 +242,7 @@ def _request(
         if plan is not None and acc_dtype != getattr(torch, plan.acc_dtype):
             raise PlanError(f"{where}: the plan's acc_dtype is {plan.acc_dtype}, the cover holds {acc_dtype}")
     else:
-        if tensor.dtype not in (torch.bfloat16, torch.float16, *_ROOT_DTYPES, *_INTEGERS):
+        if tensor.dtype not in (*_FLOATS, *_INTEGERS):
             hint = "; sum real and imaginary parts as a view_as_real tensor" if tensor.is_complex() else ""
             raise PlanError(f"{where}: {tensor.dtype} has no sum here; expected one of {_SUPPORTED}{hint}")
         if runs is not None:
@@ -260,12 +261,12 @@ def _request(
     if out_dtype not in allowed:
         raise PlanError(f"{where}: a root in {acc_dtype} leaves as one of {allowed}, got out_dtype={out_dtype}")
     if bias is not None:
-        if integer or not shape or list(bias.shape) != [shape[-1]] or not bias.is_floating_point():
+        if integer or not shape or list(bias.shape) != [shape[-1]] or bias.dtype not in _FLOATS:
             raise PlanError(
                 f"{where}: expected a floating-point bias of {list(shape[-1:])} for a floating-point root of "
                 f"{list(shape)}, got {bias.dtype} {list(bias.shape)}"
             )
-        bias = bias.detach().to(acc_dtype).contiguous()
+        bias = bias.detach() if shape[-1] else None  # of an empty root
     if where == "reduce_scatter" and (not shape or shape[0] % link.size):
         raise PlanError(f"{where}: {link.size} ranks do not divide dimension 0 of the root, {list(shape)}")
     if out is not None:
@@ -295,7 +296,7 @@ def _request(
         ("op", call.op),
         ("placement", call.placement),
         ("out_dtype", str(out_dtype)),
-        ("bias", "no" if bias is None else "yes"),
+        ("bias", "no" if bias is None else str(bias.dtype)),
         ("wire", "bfloat16" if narrow else "as it is"),
         ("runs", "exchanged" if nodes_by_rank is None else "known"),
     )
@@ -334,11 +335,11 @@ class _Order(NamedTuple):
     """Where the schedule's inputs come from, (rank, row) in ascending leaf order, and the schedule."""
 
     sources: tuple[tuple[int, int], ...]
-    schedule: tree.Schedule
+    schedule: _C.Schedule
 
 
 @lru_cache(maxsize=1024)
-def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int) -> _Order:
+def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: bool) -> _Order:
     """The additions that make node(0, L) of all ranks' nodes. PlanError where a leaf comes twice or never."""
     held = sorted(
         (node.lo, node, rank, row) for rank, nodes in enumerate(nodes_by_rank) for row, node in enumerate(nodes)
@@ -347,14 +348,14 @@ def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int) -> _Order:
     for lo, node, rank, _ in held:
         if lo < end:
             raise PlanError(
-                f"covers: leaf {lo} of {leaves} is held twice, by ranks {owner} and {rank}; each leaf may be counted once"
+                f"covers: leaf {lo} of {leaves} is held twice, by ranks {owner} and {rank}; each counts once"
             )
         if lo > end:
             raise PlanError(f"covers: no rank holds leaves [{end}, {lo}) of {leaves}")
         end, owner = node.hi, rank
     if end != leaves:
         raise PlanError(f"covers: no rank holds leaves [{end}, {leaves}) of {leaves}")
-    program = tree.schedule((node for _, node, _, _ in held), leaves)
+    program = _C.nodes_schedule([node for _, node, _, _ in held], leaves, narrow)
     return _Order(tuple((rank, row) for _, _, rank, row in held), program)
 
 
@@ -364,7 +365,7 @@ def _nodes_of_runs(runs: tuple[Run, ...], leaves: int) -> tuple[tuple[Node, ...]
     if any(not 0 <= lo <= hi <= leaves for lo, hi in runs):
         raise PlanError(f"runs: expected 0 <= lo <= hi <= {leaves}, got {list(runs)}")
     nodes_by_rank = tuple(tree.cover(lo, hi) for lo, hi in runs)
-    _order(nodes_by_rank, leaves)
+    _order(nodes_by_rank, leaves, False)
     return nodes_by_rank
 
 
@@ -381,28 +382,18 @@ def _require_cover(nodes: tuple[Node, ...], leaves: int) -> None:
 
 
 def _fold(order: _Order, parts: Sequence[Tensor], request: _Request, bounds: Run) -> Tensor:
-    """out[lo:hi] of the root. parts[r]: rank r's rows of these elements, [k_r, hi - lo], in the dtype they travelled in."""
+    """out[lo:hi] of the root. parts[r]: rank r's rows of these elements, [k_r, hi - lo], in the dtype of the wire."""
     inputs = [parts[rank][row] for rank, row in order.sources]
     if request.acc_dtype in _INTEGERS:
-        # Exact modulo 2^bits in any order: the one sum that no rule has to fix.
-        return tree.run(order.schedule, inputs, torch.add)[0]
-    inputs = [value.to(request.acc_dtype) for value in inputs]  # exact
-    bias = None if request.bias is None else _periodic(request.bias, *bounds)
-    return _fold_inputs(order, inputs, request, bias)
-
-
-def _fold_inputs(order: _Order, inputs: list[Tensor], request: _Request, bias: Tensor | None) -> Tensor:
-    def add(left: Tensor, right: Tensor) -> Tensor:
-        total = left + right
-        return total.bfloat16().float() + 0.0 if request.narrow else total
-
-    root = tree.run(order.schedule, inputs, add)[0]
-    if request.average != 1:
-        root = root / torch.full_like(root, request.average)
+        return tree.root(inputs, torch.add).clone()  # exact modulo 2^bits in any order, so no rule has to fix one
+    bias = request.bias
     if bias is not None:
-        root = root + bias
-    root = root.to(request.out_dtype)
-    return torch.where(torch.isnan(root), torch.full_like(root, float("nan")), root)
+        if bounds[0] % bias.numel() == 0 and bounds[1] % bias.numel() == 0:
+            inputs = [value.view(-1, bias.numel()) for value in inputs]
+        else:
+            bias = _periodic(bias, *bounds)
+    root: Tensor = _C.fold(inputs, order.schedule, request.average, bias, request.out_dtype)
+    return root.view(-1)
 
 
 def _periodic(bias: Tensor, lo: int, hi: int) -> Tensor:
@@ -438,13 +429,13 @@ def _perform(
                 raise refusal or AssertionError
             if request.loss:
                 raise PlanError(request.loss)
-            order = _order((request.nodes,), request.leaves)
+            order = _order((request.nodes,), request.leaves, request.narrow)
             root = _fold(order, [request.rows], request, (0, request.shape.numel()))
             return root.view(request.shape), link
         with link.call():
             nodes_by_rank = _agree(call, link, x, runs, request, refusal)
             assert request is not None  # else _agree raised
-            order = _order(nodes_by_rank, request.leaves)
+            order = _order(nodes_by_rank, request.leaves, request.narrow)
             link.sign(request.terms, nodes_by_rank, request.loss)
             counts = [len(nodes) for nodes in nodes_by_rank]
             step = max(1, SEGMENT_BYTES // max(1, max(counts) * request.rows.element_size()))

@@ -3,9 +3,9 @@
     run_ranks(function, world, *args)            -> [function(group, *args) of rank 0, ..., of rank world - 1]
     with Pool(world) as pool: pool.run(function, n, *args)    the same on the first n of `world` lasting ranks
 
-`function` is a module-level function (it travels by name); `group` is the process group, `group.rank()` the rank. Results
-travel pickled. Processes come from a fork server that has imported torch once and never ran anything: forking the test
-process itself would copy its OpenMP threads and a used autograd engine, and neither works in a child.
+`function` is a module-level function (it travels by name); `group` is the process group, `group.rank()` the rank.
+Results travel pickled. Processes come from a fork server that has imported torch once and never ran anything: forking
+the test process itself would copy its OpenMP threads and a used autograd engine, and neither works in a child.
 Every rank uses one torch thread. A rank dies with its parent (prctl), at the latest at the deadline (SIGKILL).
 """
 
@@ -122,7 +122,7 @@ class Pool:
         end = time.monotonic() + deadline
         job = pickle.dumps((function, world, args))
         results: list[Outcome | None] = [None] * world
-        pending = {}
+        pending: dict[connection.Connection, int] = {}
         for rank, (_, pipe) in enumerate(self._ranks[:world]):
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(job)
@@ -133,10 +133,10 @@ class Pool:
                 for rank in pending.values():
                     results[rank] = Outcome(error=RankDied(f"rank {rank}: no result within {deadline:.0f} s, killed"))
                 break
-            for pipe in ready:
-                rank = pending.pop(pipe)  # type: ignore[arg-type]
-                results[rank] = _receive(pipe, rank)  # type: ignore[arg-type]
-                if results[rank].error is not None:  # type: ignore[union-attr]
+            for pipe in [pipe for pipe in pending if pipe in ready]:
+                rank = pending.pop(pipe)
+                result = results[rank] = _receive(pipe, rank)
+                if result.error is not None:
                     end = min(end, time.monotonic() + grace)
         done = [result for result in results if result is not None]
         if any(result.error is not None for result in done):
