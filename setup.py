@@ -1,4 +1,4 @@
-"""Builds tbik._C. Everything else about the package stands in pyproject.toml.
+"""Builds tbik._C (kernels) and tbik._C_dist (the "tbik" process group). Everything else about the package stands in pyproject.toml.
 
     pip install -e . --no-build-isolation          (torch is a build dependency: the one that is installed is used)
     python setup.py build_ext --inplace
@@ -31,16 +31,26 @@ COMPILE = [
     "-Wno-uninitialized",
 ]
 
+# The process group's own module: c10d's classes are tied to one torch minor version, the kernels' are not, and a change in
+# one of the two does not recompile the other. It gets the additions from tbik._C, as function pointers.
+DIST = ["collective.cpp", "process_group.cpp", "reduce_ops.cpp", "transport_shm.cpp"]
+
+
+def extension(name, sources, headers):
+    return CppExtension(
+        name=name,
+        sources=sorted(str(CSRC / source) for source in sources),
+        depends=sorted(str(path) for path in CSRC.glob(headers)),
+        include_dirs=[str(CSRC.resolve())],
+        extra_compile_args=COMPILE,
+        extra_link_args=["-fopenmp"],
+    )
+
+
 setup(
     ext_modules=[
-        CppExtension(
-            name="tbik._C",
-            sources=sorted(str(path) for path in CSRC.glob("*.cpp")),
-            depends=sorted(str(path) for path in CSRC.glob("*.h")),
-            include_dirs=[str(CSRC.resolve())],
-            extra_compile_args=COMPILE,
-            extra_link_args=["-fopenmp"],
-        )
+        extension("tbik._C", [path.name for path in CSRC.glob("*.cpp") if path.name not in DIST], "*.h"),
+        extension("tbik._C_dist", DIST, "*.h"),
     ],
     cmdclass={"build_ext": BuildExtension},
 )

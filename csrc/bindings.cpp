@@ -20,6 +20,7 @@
 #include "fpmode.h"
 #include "gemm.h"
 #include "kernels.h"
+#include "reduce_ops.h"
 #include "tree.h"
 
 namespace py = pybind11;
@@ -386,6 +387,9 @@ PYBIND11_MODULE(_C, m) {
       "default_path",
       [](const std::string& compute) { return std::string(tbik::find_path("", compute_of(compute)).name); },
       py::arg("compute"));
+  // For tbik._C_dist: the same additions, by address.
+  static const tbik::Combine combine{&tbik::fold, tbik::find_path("", DType::kBFloat16).loops};
+  m.attr("combine_v1") = py::capsule(&combine, "tbik.combine_v1");
   m.def("fp_mode", [] { return tbik::fp_flush_bits(); });
   m.def("torch_version_built_against", [] { return std::string(TORCH_VERSION); });
 }

@@ -1,0 +1,113 @@
+// Reductions over the ranks of a transport: out = epilogue(node(0, W)) of one leaf per rank (ORDER.md B1).
+//
+//   all_reduce       out[e] = root[e]                          on every rank
+//   reduce           out[e] = root[e]                          on one rank
+//   reduce_scatter   out[e] = root[offset of chunk r + e]      rank r of W
+//
+// Placements say who folds which elements, and nothing else; the additions of an element are csrc/tree.h's schedule of
+// the W leaves in every one of them. n elements, W ranks, G ranks per node, N = W/G nodes; elements sent per rank:
+//
+//   one_shot    everybody sends everything and folds everything                              (W-1) n
+//   two_shot    chunk p to rank p, who folds it; results to everybody                        2 n (W-1)/W
+//   two_level   chunk p to rank p of the node, who folds the node's leaves to a cover; its
+//               N parts to the same rank of every node, who folds the root; results back
+//               across the nodes, then inside the node                                       between nodes: 2 (n/G)
+//               (N-1)/N
+//
+// A message is cut into segments, and a placement into stages; round t runs stage s on segment t - s, so that one
+// exchange moves the pieces of several stages. Extra memory: one staging copy of an in-place message of several
+// segments, and the transport's fixed buffers. Stage and commit: nothing of the caller's is written before the last
+// exchange has succeeded, so a call that throws leaves an in-place tensor as it was (out-of-place results of
+// reduce_scatter that do not overlap the input are written directly).
+//
+// Every message carries (call, collective, op, element type, count, placement, root, factor). Ranks that disagree all
+// throw kMismatch in the first round, and stay in step. Guarantees: deterministic; independent of size, placement,
+// transport. One thread at a time. Errors: TransportError, std::invalid_argument.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reduce_ops.h"
+#include "transport.h"
+#include "tree.h"
+
+namespace tbik {
+
+enum class Collective : uint8_t {
+  kAllReduce,
+  kAllReduceCoalesced,
+  kReduce,
+  kReduceScatter,
+  kReduceScatterTensor,
+  kReduceScatterTensorCoalesced,
+  kBarrier,
+};
+enum class Placement : uint8_t { kAuto, kOneShot, kTwoShot, kTwoLevel };
+
+const char* name_of(Collective collective);
+const char* name_of(Placement placement);
+Placement placement_of(const std::string& name);  // Errors: std::invalid_argument listing the names
+
+struct Request {
+  Collective collective = Collective::kAllReduce;
+  Op op = Op::kSum;
+  Element element = Element::kFloat32;
+  double factor = 1.0;  // kPremulSum
+  int root = 0;         // reduce
+  // all_reduce, reduce: one pointer, one count. reduce_scatter: one per rank.
+  std::vector<const void*> inputs;
+  std::vector<int64_t> counts;
+  void* out = nullptr;       // may be the input
+  bool out_is_ours = false;  // scratch: may be half-written by a failed call
+};
+
+struct Settings {
+  Placement placement = Placement::kAuto;
+  int node_size = 0;                  // ranks per node, contiguous; 0 = one node
+  int64_t one_shot_bytes = 64 << 10;  // largest message that kAuto sends to everybody
+  int64_t segment_bytes = 1 << 20;    // of one rank's message, at most; the transport's capacity may say less
+};
+
+// Bytes that one rank sends in one call.
+struct Traffic {
+  int64_t within_node = 0;
+  int64_t between_nodes = 0;
+  int64_t largest_link = 0;  // to one rank
+  int64_t rounds = 0;
+};
+
+class Collectives {
+ public:
+  // Errors: std::invalid_argument where node_size does not divide the world or a placement cannot be served.
+  Collectives(Transport& transport, const Settings& settings, const Combine& combine);
+  ~Collectives();
+
+  void run(const Request& request);
+  void barrier();
+
+  uint64_t calls() const { return calls_; }
+  Placement placement_for(Collective collective, int64_t bytes) const;
+
+  class Flow;  // one placement of one call
+
+ private:
+  void compare_tags(const Tag& tag, bool first, Rule* rule, std::vector<double>* factors, const std::string& where);
+  std::byte* staging(int64_t bytes);
+
+  Transport& transport_;
+  Settings settings_;
+  Combine combine_;
+  Schedule root_;  // of W leaves
+  std::vector<Part> parts_;
+  uint64_t calls_ = 0;
+  AlignedBuffer staging_;
+  int64_t staging_bytes_ = 0;
+};
+
+// What every rank would send, without moving a byte. capacity: of one message of the transport.
+std::vector<Traffic> dry_run(const Settings& settings, const Request& request, int world, int64_t capacity);
+
+}  // namespace tbik
