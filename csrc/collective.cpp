@@ -66,31 +66,31 @@ bool scatters(Collective c) {
 
 Tag tag_of(const Request& request, Placement placement, int64_t total, uint64_t call, int64_t segment) {
   Tag tag;
-  tag.words[0] = call;
-  tag.words[1] = static_cast<uint64_t>(request.collective) | static_cast<uint64_t>(request.op) << 8 |
-                 static_cast<uint64_t>(request.element) << 16 | static_cast<uint64_t>(placement) << 24 |
-                 static_cast<uint64_t>(static_cast<uint32_t>(request.root)) << 32;
-  tag.words[2] = static_cast<uint64_t>(total);
-  tag.words[3] = request.op == Op::kPremulSum ? std::bit_cast<uint64_t>(request.factor) : 0;
-  tag.words[4] = static_cast<uint64_t>(segment);
+  tag.call[0] = call;
+  tag.call[1] = static_cast<uint64_t>(request.collective) | static_cast<uint64_t>(request.op) << 8 |
+                static_cast<uint64_t>(request.element) << 16 | static_cast<uint64_t>(placement) << 24 |
+                static_cast<uint64_t>(static_cast<uint32_t>(request.root)) << 32;
+  tag.call[2] = static_cast<uint64_t>(total);
+  tag.own = request.op == Op::kPremulSum ? std::bit_cast<uint64_t>(request.factor) : 0;
+  tag.call[3] = static_cast<uint64_t>(segment);
   if (scatters(request.collective)) {
     uint64_t hash = 0xcbf29ce484222325;  // of the chunk sizes
     for (int64_t count : request.counts) hash = (hash ^ static_cast<uint64_t>(count)) * 0x100000001b3;
-    tag.words[5] = hash;
+    tag.call[4] = hash;
   }
   return tag;
 }
 
 std::string text_of(const Tag& tag) {
-  const Collective collective = static_cast<Collective>(tag.words[1] & 0xff);
-  std::string text = std::string(name_of(collective)) + ", call " + std::to_string(tag.words[0]);
+  const Collective collective = static_cast<Collective>(tag.call[1] & 0xff);
+  std::string text = std::string(name_of(collective)) + ", call " + std::to_string(tag.call[0]);
   if (collective == Collective::kBarrier) return text;
-  text += std::string(", op ") + name_of(static_cast<Op>(tag.words[1] >> 8 & 0xff)) + ", dtype " +
-          name_of(static_cast<Element>(tag.words[1] >> 16 & 0xff)) + ", " + std::to_string(tag.words[2]) +
-          " elements, placement " + name_of(static_cast<Placement>(tag.words[1] >> 24 & 0xff));
-  if (collective == Collective::kReduce) text += ", root " + std::to_string(tag.words[1] >> 32);
-  if (scatters(collective)) text += ", chunk sizes #" + std::to_string(tag.words[5] % 100000);
-  return text + ", segment " + std::to_string(tag.words[4]);
+  text += std::string(", op ") + name_of(static_cast<Op>(tag.call[1] >> 8 & 0xff)) + ", dtype " +
+          name_of(static_cast<Element>(tag.call[1] >> 16 & 0xff)) + ", " + std::to_string(tag.call[2]) +
+          " elements, placement " + name_of(static_cast<Placement>(tag.call[1] >> 24 & 0xff));
+  if (collective == Collective::kReduce) text += ", root " + std::to_string(tag.call[1] >> 32);
+  if (scatters(collective)) text += ", chunk sizes #" + std::to_string(tag.call[4] % 100000);
+  return text + ", segment " + std::to_string(tag.call[3]);
 }
 
 }  // namespace
@@ -541,10 +541,10 @@ std::byte* Collectives::staging(int64_t bytes) {
     void* memory = std::aligned_alloc(static_cast<size_t>(kHuge), static_cast<size_t>(size));
     if (memory == nullptr) throw std::bad_alloc();
     madvise(memory, static_cast<size_t>(size), MADV_HUGEPAGE);  // fewer page faults; refusal does no harm
-    staging_.reset(memory);
+    staging_.reset(static_cast<std::byte*>(memory));
     staging_bytes_ = size;
   }
-  return static_cast<std::byte*>(staging_.get());
+  return staging_.get();
 }
 
 void Collectives::compare_tags(const Tag& tag, bool first, Rule* rule, std::vector<double>* factors,
@@ -552,10 +552,9 @@ void Collectives::compare_tags(const Tag& tag, bool first, Rule* rule, std::vect
   bool same = true;
   bool same_factor = true;
   for (int p = 0; p < transport_.size(); ++p) {
-    Tag other = transport_.tag(p);
-    same_factor = same_factor && other.words[3] == tag.words[3];
-    other.words[3] = tag.words[3];
-    same = same && other == tag;
+    const Tag& other = transport_.tag(p);
+    same_factor = same_factor && other.own == tag.own;
+    same = same && other.call == tag.call;
   }
   if (!same) {
     std::string text = where + ": the ranks do not make the same call:";
@@ -568,7 +567,7 @@ void Collectives::compare_tags(const Tag& tag, bool first, Rule* rule, std::vect
   }
   if (first && !same_factor && rule != nullptr) {
     rule->factor_at_leaf = true;
-    for (int p = 0; p < transport_.size(); ++p) factors->push_back(std::bit_cast<double>(transport_.tag(p).words[3]));
+    for (int p = 0; p < transport_.size(); ++p) factors->push_back(std::bit_cast<double>(transport_.tag(p).own));
   }
 }
 

@@ -25,7 +25,9 @@
 // transport. One thread at a time. Errors: TransportError, std::invalid_argument.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -103,7 +105,7 @@ class Collectives {
   Schedule root_;  // of W leaves
   std::vector<Part> parts_;
   uint64_t calls_ = 0;
-  AlignedBuffer staging_;
+  std::unique_ptr<std::byte, void (*)(void*)> staging_{nullptr, std::free};
   int64_t staging_bytes_ = 0;
 };
 

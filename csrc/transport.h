@@ -34,8 +34,10 @@ class TransportError : public std::runtime_error {
   TransportFailure failure;
 };
 
+// call: the same on all ranks of one call, different for the next; own: may differ between ranks.
 struct Tag {
-  std::array<uint64_t, 8> words{};
+  std::array<uint64_t, 7> call{};
+  uint64_t own = 0;
   bool operator==(const Tag&) const = default;
 };
 

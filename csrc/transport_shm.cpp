@@ -29,6 +29,7 @@ namespace {
 constexpr uint64_t kMagic = 0x6b6962742d6d6873;  // "shm-tbik"
 constexpr uint32_t kVersion = 1;
 constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr std::chrono::microseconds kYielding{200};
 constexpr milliseconds kFirstSlice{5};
 constexpr milliseconds kSlice{50};  // a look at the abort flag, the deadline and the peer at least this often
 constexpr size_t kReasonBytes = 1536;
@@ -283,7 +284,6 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int worl
   capacity_ = header->slot_bytes - round_up(sizeof(ShmRegion::Message), kLine);
   const bool crowded = world > cpus;
   spins_ = crowded ? 20 : 400;
-  yields_ = crowded ? 400 : 200;
   ShmRegion::Line* line = region_->line(rank);
   line->pid.store(getpid());
   line->start_time.store(process_stat(getpid()).start_time);
@@ -400,11 +400,12 @@ void ShmTransport::wait_for(int peer, const Where& where) {
       pause();
       done = arrived();
     }
-    for (int i = 0; i < yields_ && !done; ++i) {
+    // A yield may last long where many processes want the processor: bounded by the clock, not by a count.
+    const Clock::time_point start = Clock::now();
+    while (!done && Clock::now() - start < kYielding) {
       sched_yield();
       done = arrived();
     }
-    const Clock::time_point start = Clock::now();
     while (!done) done = sleep(peer, where, start);
   }
   const uint64_t got = region_->message(peer, round_)->round;

@@ -85,7 +85,6 @@ class ShmTransport final : public Transport {
   std::shared_ptr<ShmRegion> region_;
   int64_t capacity_;
   int spins_;
-  int yields_;
   uint64_t round_ = 0;  // of the last exchange
   const std::vector<Part>* parts_ = nullptr;
   bool broken_ = false;

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tbik.errors import IntegrityError, PlanError, TbikError, TransportError, TransportTimeout
 from tbik.plan import TreePlan
+from tbik.registration import register as _register
 from tbik.tree import ORDER_VERSION
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tbik.packing import freeze, unfreeze
 
 __version__ = "0.1.0"
+
+_register()  # torch.distributed.init_process_group("tbik"), without importing torch here
 
 _LAZY = {
     "Cover": "tbik.collectives",

@@ -1,0 +1,1188 @@
+// See process_group.h. The only C++ that knows torch.distributed; holds the Python module tbik._C_dist.
+#include "process_group.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
+#include <c10/util/Exception.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <sched.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace tbik {
+
+using c10d::OpType;
+using std::chrono::milliseconds;
+using Tensors = std::vector<at::Tensor>;
+
+namespace {
+
+constexpr milliseconds kGrace{500};  // the worker's own error, which says more, comes first
+constexpr int64_t kGlooMessage = int64_t{8} << 20;
+
+[[noreturn]] void refuse(const std::string& text) { C10_THROW_ERROR(ValueError, "tbik: " + text); }
+
+Element element_of(at::ScalarType type, const char* where) {
+  switch (type) {
+    case at::kFloat:
+      return Element::kFloat32;
+    case at::kDouble:
+      return Element::kFloat64;
+    case at::kBFloat16:
+      return Element::kBFloat16;
+    case at::kHalf:
+      return Element::kFloat16;
+    case at::kChar:
+      return Element::kInt8;
+    case at::kByte:
+      return Element::kUInt8;
+    case at::kShort:
+      return Element::kInt16;
+    case at::kInt:
+      return Element::kInt32;
+    case at::kLong:
+      return Element::kInt64;
+    case at::kBool:
+      return Element::kBool;
+    default:
+      refuse(
+          std::string(where) + ": " + at::toString(type) +
+          " has no reduction here; expected float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64 or "
+          "bool");
+  }
+}
+
+Op op_of(const c10d::ReduceOp& op, const char* where) {
+  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+    case c10d::ReduceOp::SUM:
+      return Op::kSum;
+    case c10d::ReduceOp::AVG:
+      return Op::kAvg;
+    case c10d::ReduceOp::PRODUCT:
+      return Op::kProduct;
+    case c10d::ReduceOp::MIN:
+      return Op::kMin;
+    case c10d::ReduceOp::MAX:
+      return Op::kMax;
+    case c10d::ReduceOp::BAND:
+      return Op::kBand;
+    case c10d::ReduceOp::BOR:
+      return Op::kBor;
+    case c10d::ReduceOp::BXOR:
+      return Op::kBxor;
+    case c10d::ReduceOp::PREMUL_SUM:
+      return Op::kPremulSum;
+    case c10d::ReduceOp::UNUSED:
+      break;
+  }
+  refuse(std::string(where) + ": unknown reduction operator");
+}
+
+double factor_of(const c10d::ReduceOp& op, const char* where) {
+  if (static_cast<c10d::ReduceOp::RedOpType>(op) != c10d::ReduceOp::PREMUL_SUM) return 1.0;
+  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) refuse(std::string(where) + ": PREMUL_SUM without a factor");
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+}
+
+void require_dense_cpu(const at::Tensor& x, const char* where) {
+  if (!x.defined()) refuse(std::string(where) + ": the tensor is undefined");
+  if (!x.device().is_cpu()) {
+    refuse(std::string(where) + ": reductions of " + x.device().str() +
+           " tensors have no kernel in this version; expected a CPU tensor. A group of "
+           "\"cpu:tbik,cuda:nccl\" reduces CUDA tensors in NCCL's order");
+  }
+  if (x.layout() != at::kStrided) {
+    refuse(std::string(where) + ": expected a dense tensor, got layout " + c10::str(x.layout()));
+  }
+}
+
+bool is_timeout(const std::string& text) {
+  return text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
+}
+
+}  // namespace
+
+// --- bytes over another backend
+// ----------------------------------------------------------------------------------------
+
+// One alltoall_base per exchange. Each message begins with its tag; before the data of a group's first call (of every
+// call with `check`) the tags alone are exchanged, so that ranks with different sizes learn it instead of hanging.
+class GroupTransport final : public Transport {
+ public:
+  GroupTransport(c10::intrusive_ptr<c10d::Backend> group, bool check)
+      : Transport(group->getRank(), group->getSize()), group_(std::move(group)), check_(check) {
+    tags_.resize(static_cast<size_t>(size_));
+  }
+
+  const char* name() const override { return "gloo"; }
+  int64_t capacity() const override { return kGlooMessage; }
+
+  std::byte* outgoing() override {
+    std::vector<std::byte>& buffer = messages_[(round_ + 1) % 2];
+    if (buffer.empty()) buffer.resize(static_cast<size_t>(kGlooMessage));
+    return buffer.data();
+  }
+
+  void exchange(const Tag& tag, const std::vector<Part>& parts, const Where& where) override {
+    if (!broken_.empty()) {
+      throw TransportError(TransportFailure::kAborted, "gloo: " + describe(where, rank_, size_) +
+                                                           ": an earlier call on this group failed (" + broken_ +
+                                                           "). Destroy the group and make a new one");
+    }
+    const std::byte* own = outgoing();
+    ++round_;
+    parts_ = &parts;
+    own_ = own;
+    tags_[static_cast<size_t>(rank_)] = tag;
+    if (size_ == 1) return;
+    const bool new_call = tag.call != last_call_;
+    last_call_ = tag.call;
+    if (new_call && (check_ || round_ == 1)) {
+      pack(tag, own, {});
+      move({}, where, "comparison of calls");
+      for (int p = 0; p < size_; ++p) {
+        if (tags_[static_cast<size_t>(p)].call != tag.call) return;  // the caller compares, and finds it
+      }
+    }
+    pack(tag, own, parts);
+    move(parts, where, where.phase);
+  }
+
+  const std::byte* incoming(int peer, size_t part) const override {
+    if (peer == rank_) return own_ + (*parts_)[part].to[static_cast<size_t>(rank_)].offset;
+    return in_.data() + starts_[static_cast<size_t>(peer) * parts_->size() + part];
+  }
+  const Tag& tag(int peer) const override { return tags_[static_cast<size_t>(peer)]; }
+
+  void abort(const std::string& reason) override {
+    if (broken_.empty()) broken_ = reason.substr(0, 300);
+    try {
+      group_->abort();
+    } catch (const std::exception&) {  // a backend without abort: its own timeout ends the wait
+    }
+  }
+
+ private:
+  void pack(const Tag& tag, const std::byte* own, const std::vector<Part>& parts) {
+    send_sizes_.assign(static_cast<size_t>(size_), 0);
+    int64_t total = 0;
+    for (int p = 0; p < size_; ++p) {
+      if (p == rank_) continue;
+      int64_t size = sizeof(Tag);
+      for (const Part& part : parts) size += part.to.empty() ? 0 : part.to[static_cast<size_t>(p)].size;
+      send_sizes_[static_cast<size_t>(p)] = size;
+      total += size;
+    }
+    out_.resize(static_cast<size_t>(total));
+    std::byte* at = out_.data();
+    for (int p = 0; p < size_; ++p) {
+      if (p == rank_) continue;
+      std::memcpy(at, &tag, sizeof(Tag));
+      at += sizeof(Tag);
+      for (const Part& part : parts) {
+        if (part.to.empty()) continue;
+        const Piece& piece = part.to[static_cast<size_t>(p)];
+        if (piece.size > 0) std::memcpy(at, own + piece.offset, static_cast<size_t>(piece.size));
+        at += piece.size;
+      }
+    }
+  }
+
+  void move(const std::vector<Part>& parts, const Where& where, const char* phase) {
+    receive_sizes_.assign(static_cast<size_t>(size_), 0);
+    starts_.assign(static_cast<size_t>(size_) * parts.size(), 0);
+    int64_t total = 0;
+    for (int p = 0; p < size_; ++p) {
+      if (p == rank_) continue;
+      int64_t at = total + static_cast<int64_t>(sizeof(Tag));
+      for (size_t i = 0; i < parts.size(); ++i) {
+        starts_[static_cast<size_t>(p) * parts.size() + i] = at;
+        if (!parts[i].from.empty()) at += parts[i].from[static_cast<size_t>(p)].size;
+      }
+      receive_sizes_[static_cast<size_t>(p)] = at - total;
+      total = at;
+    }
+    in_.resize(static_cast<size_t>(total));
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      c10d::AllToAllOptions options;
+      options.timeout = std::chrono::duration_cast<milliseconds>(limit_);
+      at::Tensor in = at::from_blob(in_.data(), {total}, at::kByte);
+      at::Tensor out = at::from_blob(out_.data(), {static_cast<int64_t>(out_.size())}, at::kByte);
+      group_->alltoall_base(in, out, receive_sizes_, send_sizes_, options)->wait();
+    } catch (const std::exception& error) {
+      const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      const std::string reason = std::string(error.what()).substr(0, 400);
+      broken_ = "call " + std::to_string(where.call);
+      Where here = where;
+      here.phase = phase;
+      throw TransportError(
+          is_timeout(reason) ? TransportFailure::kTimeout : TransportFailure::kPeerGone,
+          "gloo: " + describe(here, rank_, size_) + ": failed after " + std::to_string(elapsed) + " s (limit " +
+              std::to_string(std::chrono::duration<double>(limit_).count()) +
+              " s). The group is not usable any more. Look for the rank that failed first; if all live, set "
+              "TBIK_CHECK=1 to see whether they make the same calls. gloo says: " +
+              reason);
+    }
+    for (int p = 0, at = 0; p < size_; ++p) {
+      if (p != rank_) std::memcpy(&tags_[static_cast<size_t>(p)], in_.data() + at, sizeof(Tag));
+      at += static_cast<int>(receive_sizes_[static_cast<size_t>(p)]);
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Backend> group_;
+  const bool check_;
+  uint64_t round_ = 0;
+  std::array<uint64_t, 7> last_call_{};
+  std::vector<std::byte> messages_[2];
+  std::vector<std::byte> out_;
+  std::vector<std::byte> in_;
+  std::vector<int64_t> send_sizes_;
+  std::vector<int64_t> receive_sizes_;
+  std::vector<int64_t> starts_;  // of part i from peer p in in_: [p][i]
+  std::vector<Tag> tags_;
+  const std::vector<Part>* parts_ = nullptr;
+  const std::byte* own_ = nullptr;
+  std::string broken_;
+};
+
+// --- the thread that reduces
+// -------------------------------------------------------------------------------------------
+
+// Runs jobs one after another, in the order of add(); run_here() takes the place of the thread when nothing is queued.
+class Engine {
+ public:
+  Engine(std::unique_ptr<Transport> transport, const Settings& settings, const Combine& combine, milliseconds limit)
+      : transport(std::move(transport)),
+        collectives(*this->transport, settings, combine),
+        default_limit(limit),
+        fork_generation_(fork_generation()) {}
+
+  using Job = std::function<void()>;
+
+  static void start(const std::shared_ptr<Engine>& engine) {
+    engine->thread_ = std::thread([engine] { engine->loop(); });
+  }
+
+  bool forked() const { return fork_generation_ != fork_generation(); }
+
+  void add(Job job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    wake_.notify_all();
+  }
+
+  // True if the job ran here, on this thread.
+  bool run_here(const Job& job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (busy_ || stop_ || !jobs_.empty()) return false;
+      busy_ = true;
+    }
+    job();
+    bool waiting;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      busy_ = false;
+      waiting = stop_ || !jobs_.empty();
+    }
+    if (waiting) wake_.notify_all();
+    return true;
+  }
+
+  bool stopped() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stop_;
+  }
+
+  // The queued jobs are finished first; each ends by itself, at its limit at the latest.
+  void stop() {
+    if (forked()) {
+      if (thread_.joinable()) thread_.detach();
+      return;
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    if (!thread_.joinable()) return;
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();  // the last reference fell in a callback of the worker itself
+    } else {
+      thread_.join();
+    }
+  }
+
+  std::unique_ptr<Transport> transport;
+  Collectives collectives;
+  std::atomic<c10d::ErrorType> error{c10d::ErrorType::SUCCESS};
+  const milliseconds default_limit;
+
+ private:
+  void loop() {
+    while (true) {
+      Job job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [this] { return !busy_ && (stop_ || !jobs_.empty()); });
+        if (jobs_.empty()) return;
+        job = std::move(jobs_.front());
+        jobs_.pop_front();
+        busy_ = true;
+      }
+      job();
+      job = nullptr;  // its tensors and callbacks die here, not under the lock
+      const std::lock_guard<std::mutex> lock(mutex_);
+      busy_ = false;
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Job> jobs_;
+  bool busy_ = false;
+  bool stop_ = false;
+  std::thread thread_;
+  const uint64_t fork_generation_;
+};
+
+// --- work
+// --------------------------------------------------------------------------------------------------------------
+
+class ProcessGroupTbik::ReductionWork final : public c10d::Work {
+ public:
+  ReductionWork(int rank, int size, OpType type, Tensors outputs, uint64_t sequence, milliseconds timeout)
+      : Work(rank, type), outputs_(std::move(outputs)), size_(size), sequence_(sequence), timeout_(timeout) {}
+
+  Tensors result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+  bool wait(milliseconds timeout) override {
+    const bool own_limit = timeout != kNoTimeout && timeout.count() > 0;
+    const milliseconds limit = own_limit ? timeout : timeout_ + kGrace;
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto done = [this] { return completed_; };
+    const auto until = std::chrono::steady_clock::now() + limit;
+    if (!completed_ && !cv_.wait_until(lock, until, done)) {
+      C10_THROW_ERROR(DistBackendError, "tbik: wait for " + c10d::opTypeToString(opType_) + ", call " +
+                                            std::to_string(sequence_) + " of this group, rank " +
+                                            std::to_string(rank_) + " of " + std::to_string(size_) +
+                                            ": not finished after " + std::to_string(limit.count()) +
+                                            " ms; it is queued behind other calls or waits for a rank. It is still "
+                                            "under way and its tensors must not be touched; its own error will name "
+                                            "the rank");
+    }
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (completed_) {
+        const auto future = future_;
+        lock.unlock();
+        settle(*future);
+        return future;
+      }
+    }
+    return future_;
+  }
+
+  void done(const std::exception_ptr& exception) {
+    finish(exception);
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      future = future_;
+    }
+    if (future) settle(*future);
+  }
+
+ private:
+  void settle(c10::ivalue::Future& future) {
+    if (exception_) {
+      future.setErrorIfNeeded(exception_);
+    } else {
+      future.markCompleted(c10::IValue(outputs_));
+    }
+  }
+
+  Tensors outputs_;
+  const int size_;
+  const uint64_t sequence_;
+  const milliseconds timeout_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A tensor as contiguous memory; written back by commit() if that needed a copy.
+struct ProcessGroupTbik::Dense {
+  explicit Dense(const at::Tensor& tensor) : original(tensor), flat(tensor.contiguous()) {}
+  void* data() const { return flat.data_ptr(); }
+  bool copied() const { return flat.data_ptr() != original.data_ptr(); }
+  void commit() const {
+    if (copied()) original.copy_(flat);
+  }
+
+  at::Tensor original;
+  at::Tensor flat;
+};
+
+// --- the group
+// ---------------------------------------------------------------------------------------------------------
+
+ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combine& combine)
+    : Backend(rank, size),
+      movement_(std::move(setup.movement)),
+      worker_(std::move(setup.worker)),
+      split_(std::move(setup.split)),
+      cuda_(std::move(setup.cuda)),
+      options_(c10::make_intrusive<Options>("tbik", setup.timeout)),
+      combine_(combine),
+      info_(std::move(setup.info)) {
+  if ((setup.region == nullptr) == (worker_ == nullptr)) {
+    refuse("process group: expected a shared-memory region or a second gloo group, and not both");
+  }
+  std::unique_ptr<Transport> transport;
+  if (setup.region) {
+    cpu_set_t cpus;
+    const int count = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
+    transport = std::make_unique<ShmTransport>(setup.region, rank, size, count);
+  } else {
+    transport = std::make_unique<GroupTransport>(worker_, setup.check);
+  }
+  engine_ = std::make_shared<Engine>(std::move(transport), setup.settings, combine, setup.timeout);
+  Engine::start(engine_);
+  init();
+}
+
+ProcessGroupTbik::~ProcessGroupTbik() {
+  if (Py_IsInitialized() != 0) {
+    {
+      std::optional<py::gil_scoped_release> release;
+      if (PyGILState_Check() != 0) release.emplace();
+      engine_->stop();
+    }
+    py::gil_scoped_acquire gil;
+    split_ = py::object();
+    cuda_ = py::object();
+  } else {
+    engine_->stop();
+    split_.release();
+    cuda_.release();
+  }
+}
+
+std::string ProcessGroupTbik::transport() const { return engine_->transport->name(); }
+std::string ProcessGroupTbik::placement(int64_t bytes) const {
+  return name_of(engine_->collectives.placement_for(Collective::kAllReduce, bytes));
+}
+uint64_t ProcessGroupTbik::calls() const { return sequence_.load(); }
+
+void ProcessGroupTbik::setTimeout(Milliseconds timeout) {
+  options_->timeout = timeout;
+  movement_->setTimeout(timeout);
+  if (worker_) worker_->setTimeout(timeout);
+}
+
+ProcessGroupTbik::BackendPtr ProcessGroupTbik::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<Options>& options) {
+  const auto found = std::find(ranks.begin(), ranks.end(), rank_);
+  if (found == ranks.end()) return nullptr;
+  const py::gil_scoped_acquire gil;
+  return split_(store, static_cast<int>(found - ranks.begin()), static_cast<int>(ranks.size()), options->timeout)
+      .cast<BackendPtr>();
+}
+
+void ProcessGroupTbik::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::endCoalescing() {
+  coalescing_ = false;
+  std::vector<WorkPtr> works = std::move(coalesced_);
+  coalesced_.clear();
+  if (cuda_coalescing_) {
+    cuda_coalescing_ = false;
+    WorkPtr work = cuda_backend_->endCoalescing();
+    if (works.empty()) return work;
+    works.push_back(std::move(work));
+  }
+  // Not on the worker thread: the works of reductions are finished there.
+  Tensors outputs;
+  class AllOf final : public c10d::Work {
+   public:
+    AllOf(int rank, std::vector<WorkPtr> works) : Work(rank, OpType::COALESCED), works_(std::move(works)) {}
+    bool isCompleted() override {
+      return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& w) { return w->isCompleted(); });
+    }
+    bool isSuccess() const override {
+      return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& w) { return w->isSuccess(); });
+    }
+    std::exception_ptr exception() const override {
+      for (const WorkPtr& w : works_) {
+        if (w->exception()) return w->exception();
+      }
+      return nullptr;
+    }
+    void synchronize() override {
+      for (const WorkPtr& w : works_) w->synchronize();
+    }
+    bool wait(milliseconds timeout) override {
+      for (const WorkPtr& w : works_) w->wait(timeout);
+      return true;
+    }
+    Tensors result() override {
+      Tensors all;
+      for (const WorkPtr& w : works_) {
+        const Tensors some = w->result();
+        all.insert(all.end(), some.begin(), some.end());
+      }
+      return all;
+    }
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+      // gloo's works have futures of their own; the last one to finish completes ours.
+      auto all = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      auto left = std::make_shared<std::atomic<size_t>>(works_.size());
+      if (works_.empty()) all->markCompleted(c10::IValue(Tensors{}));
+      for (const WorkPtr& w : works_) {
+        w->getFuture()->addCallback([all, left](c10::ivalue::Future& one) {
+          if (one.hasError()) {
+            all->setErrorIfNeeded(one.exception_ptr());
+          } else if (left->fetch_sub(1) == 1 && !all->completed()) {
+            all->markCompleted(c10::IValue(Tensors{}));
+          }
+        });
+      }
+      return all;
+    }
+
+   private:
+    std::vector<WorkPtr> works_;
+  };
+  return c10::make_intrusive<AllOf>(rank_, std::move(works));
+}
+
+uint64_t ProcessGroupTbik::getSequenceNumberForGroup() { return sequence_.load(); }
+
+c10d::ErrorType ProcessGroupTbik::getError() { return engine_->error.load(); }
+
+void ProcessGroupTbik::abort() {
+  if (engine_->forked()) return;
+  engine_->transport->abort("rank " + std::to_string(rank_) + ": abort() was called");
+  for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
+    if (backend) backend->abort();
+  }
+  engine_->stop();
+}
+
+void ProcessGroupTbik::shutdown() {
+  if (engine_->forked()) return;
+  {
+    std::optional<py::gil_scoped_release> release;
+    if (PyGILState_Check() != 0) release.emplace();
+    engine_->stop();
+  }
+  if (auto* shm = dynamic_cast<ShmTransport*>(engine_->transport.get())) shm->leave();
+  for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
+    if (backend) backend->shutdown();
+  }
+}
+
+// Runs body now if the caller waits anyway and nothing is queued, else on the worker thread.
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs, Milliseconds timeout, bool async,
+                                                   std::function<void()> body) {
+  if (engine_->forked()) {
+    C10_THROW_ERROR(DistBackendError,
+                    "tbik: " + c10d::opTypeToString(type) +
+                        ": this process was forked after the group was made; make a new group in the child");
+  }
+  if (engine_->stopped()) {
+    C10_THROW_ERROR(DistBackendError, "tbik: " + c10d::opTypeToString(type) + ": the group was shut down or aborted");
+  }
+  if (timeout.count() <= 0) timeout = options_->timeout;
+  auto work = c10::make_intrusive<ReductionWork>(rank_, size_, type, std::move(outputs), ++sequence_, timeout);
+  Engine* engine = engine_.get();
+  const auto perform = [work, engine, timeout](const std::function<void()>& steps) {
+    std::exception_ptr failure;
+    try {
+      engine->transport->set_limit(timeout);
+      steps();
+    } catch (const TransportError& error) {
+      if (error.failure == TransportFailure::kTimeout) {
+        engine->error = c10d::ErrorType::TIMEOUT;
+      } else if (error.failure == TransportFailure::kAborted) {
+        engine->error = c10d::ErrorType::REMOTE_ERROR;
+      } else if (error.failure == TransportFailure::kPeerGone) {
+        engine->error = c10d::ErrorType::COMM_ERROR;
+      }
+      failure = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                                              std::string("tbik: ") + error.what()));
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    work->done(failure);
+  };
+  if (!async && !coalescing_ && engine_->run_here([&] { perform(body); })) return work;
+  engine_->add([perform, steps = std::move(body), state = at::ThreadLocalState()] {
+    const at::ThreadLocalStateGuard guard(state);
+    perform(steps);
+  });
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+Request ProcessGroupTbik::request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const {
+  const char* where = name_of(collective);
+  require_dense_cpu(tensor, where);
+  Request request;
+  request.collective = collective;
+  request.op = op_of(op, where);
+  request.element = element_of(tensor.scalar_type(), where);
+  request.factor = factor_of(op, where);
+  const std::string refusal = refusal_of(request.op, request.element);
+  if (!refusal.empty()) refuse(std::string(where) + ": " + refusal);
+  return request;
+}
+
+namespace {
+
+// Sums of complex tensors are sums of their parts.
+at::Tensor real_view(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* where) {
+  if (!tensor.is_complex()) return tensor;
+  if (!c10d::isComplexViewAsRealAllowed(op))
+    refuse(std::string(where) + ": this operator has no meaning for complex numbers");
+  return at::view_as_real(tensor);
+}
+
+void require_one(const Tensors& tensors, const char* where) {
+  if (tensors.size() != 1) {
+    refuse(std::string(where) + ": expected one tensor, got " + std::to_string(tensors.size()));
+  }
+}
+
+}  // namespace
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  require_one(tensors, "all_reduce");
+  if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+  const at::Tensor tensor = real_view(tensors[0], options.reduceOp, "all_reduce");
+  Request request = request_of(Collective::kAllReduce, options.reduceOp, tensor);
+  return submit(OpType::ALLREDUCE, tensors, options.timeout, options.asyncOp,
+                [engine = engine_.get(), tensor, request = std::move(request)]() mutable {
+                  const at::NoGradGuard no_grad;
+                  const Dense x(tensor);
+                  request.inputs = {x.data()};
+                  request.counts = {tensor.numel()};
+                  request.out = x.data();
+                  request.out_is_ours = x.copied();
+                  engine->collectives.run(request);
+                  x.commit();
+                });
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors,
+                                                                const c10d::AllreduceCoalescedOptions& options) {
+  Tensors views;
+  std::vector<Request> requests;
+  for (const at::Tensor& tensor : tensors) {
+    views.push_back(real_view(tensor, options.reduceOp, "all_reduce_coalesced"));
+    requests.push_back(request_of(Collective::kAllReduceCoalesced, options.reduceOp, views.back()));
+  }
+  // Tensors of one dtype travel as one message, and nothing is written before all of them have arrived.
+  return submit(OpType::ALLREDUCE_COALESCED, tensors, options.timeout, options.asyncOp,
+                [engine = engine_.get(), views, requests]() mutable {
+                  const at::NoGradGuard no_grad;
+                  std::vector<std::pair<at::Tensor, std::vector<size_t>>> flats;
+                  std::vector<bool> taken(views.size());
+                  for (size_t i = 0; i < views.size(); ++i) {
+                    if (taken[i]) continue;
+                    std::vector<size_t> members;
+                    Tensors parts;
+                    for (size_t j = i; j < views.size(); ++j) {
+                      if (requests[j].element != requests[i].element) continue;
+                      taken[j] = true;
+                      members.push_back(j);
+                      parts.push_back(views[j].reshape({-1}));
+                    }
+                    at::Tensor flat = at::cat(parts);
+                    Request& request = requests[i];
+                    request.inputs = {flat.data_ptr()};
+                    request.counts = {flat.numel()};
+                    request.out = flat.data_ptr();
+                    request.out_is_ours = true;
+                    engine->collectives.run(request);
+                    flats.emplace_back(std::move(flat), std::move(members));
+                  }
+                  for (const auto& [flat, members] : flats) {
+                    int64_t at = 0;
+                    for (size_t j : members) {
+                      views[j].copy_(flat.narrow(0, at, views[j].numel()).view(views[j].sizes()));
+                      at += views[j].numel();
+                    }
+                  }
+                });
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  require_one(tensors, "reduce");
+  const at::Tensor tensor = real_view(tensors[0], options.reduceOp, "reduce");
+  Request request = request_of(Collective::kReduce, options.reduceOp, tensor);
+  request.root = static_cast<int>(options.rootRank);
+  return submit(OpType::REDUCE, tensors, options.timeout, options.asyncOp,
+                [engine = engine_.get(), tensor, request = std::move(request)]() mutable {
+                  const at::NoGradGuard no_grad;
+                  const Dense x(tensor);
+                  request.inputs = {x.data()};
+                  request.counts = {tensor.numel()};
+                  request.out = x.data();
+                  request.out_is_ours = x.copied();
+                  engine->collectives.run(request);
+                  if (engine->transport->rank() == request.root) x.commit();
+                });
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                           const c10d::ReduceScatterOptions& options) {
+  require_one(outputs, "reduce_scatter");
+  if (inputs.size() != 1 || static_cast<int>(inputs[0].size()) != size_) {
+    refuse("reduce_scatter: expected one list of " + std::to_string(size_) + " tensors");
+  }
+  const at::Tensor output = real_view(outputs[0], options.reduceOp, "reduce_scatter");
+  Request request = request_of(Collective::kReduceScatter, options.reduceOp, output);
+  Tensors chunks;
+  for (const at::Tensor& chunk : inputs[0]) {
+    chunks.push_back(real_view(chunk, options.reduceOp, "reduce_scatter"));
+    require_dense_cpu(chunks.back(), "reduce_scatter");
+    if (chunks.back().scalar_type() != output.scalar_type()) refuse("reduce_scatter: the tensors differ in dtype");
+  }
+  if (chunks[static_cast<size_t>(rank_)].numel() != output.numel()) {
+    refuse("reduce_scatter: expected " + std::to_string(output.numel()) + " elements (those of the output) in input " +
+           std::to_string(rank_) + ", got " + std::to_string(chunks[static_cast<size_t>(rank_)].numel()));
+  }
+  return submit(OpType::REDUCE_SCATTER, outputs, options.timeout, options.asyncOp,
+                [engine = engine_.get(), output, chunks, request = std::move(request)]() mutable {
+                  const at::NoGradGuard no_grad;
+                  std::vector<Dense> in(chunks.begin(), chunks.end());
+                  const at::Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+                  for (const Dense& chunk : in) {
+                    request.inputs.push_back(chunk.data());
+                    request.counts.push_back(chunk.flat.numel());
+                  }
+                  request.out = out.data_ptr();
+                  engine->collectives.run(request);
+                  if (!out.is_same(output)) output.copy_(out);
+                });
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                 const c10d::ReduceScatterOptions& options) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                            const c10d::ReduceScatterOptions& options) {
+  const Collective collective =
+      outputs.size() == 1 ? Collective::kReduceScatterTensor : Collective::kReduceScatterTensorCoalesced;
+  const char* where = name_of(collective);
+  if (outputs.size() != inputs.size()) refuse(std::string(where) + ": as many outputs as inputs are expected");
+  Tensors out_views;
+  Tensors in_views;
+  std::vector<Request> requests;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    out_views.push_back(real_view(outputs[i], options.reduceOp, where));
+    in_views.push_back(real_view(inputs[i], options.reduceOp, where));
+    requests.push_back(request_of(collective, options.reduceOp, out_views[i]));
+    require_dense_cpu(in_views[i], where);
+    if (in_views[i].scalar_type() != out_views[i].scalar_type() ||
+        in_views[i].numel() != out_views[i].numel() * size_) {
+      refuse(std::string(where) + ": expected an input of " + std::to_string(out_views[i].numel() * size_) +
+             " elements of the output's dtype (" + std::to_string(size_) + " ranks), got " +
+             std::to_string(in_views[i].numel()) + " of " + at::toString(in_views[i].scalar_type()));
+    }
+  }
+  const OpType type = outputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+  return submit(type, outputs, options.timeout, options.asyncOp,
+                [engine = engine_.get(), out_views, in_views, requests]() mutable {
+                  const at::NoGradGuard no_grad;
+                  for (size_t i = 0; i < out_views.size(); ++i) {
+                    const Dense in(in_views[i]);
+                    const at::Tensor& output = out_views[i];
+                    const at::Tensor out =
+                        output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+                    Request& request = requests[i];
+                    const int64_t bytes = output.numel() * size_of(request.element);
+                    for (int p = 0; p < engine->transport->size(); ++p) {
+                      request.inputs.push_back(static_cast<const char*>(in.data()) + p * bytes);
+                      request.counts.push_back(output.numel());
+                    }
+                    request.out = out.data_ptr();
+                    engine->collectives.run(request);
+                    if (!out.is_same(output)) output.copy_(out);
+                  }
+                });
+}
+
+// root[i] = dense all-reduce at the union of the ranks' indices; an index that a rank lacks is +0 there.
+void ProcessGroupTbik::sparse(at::Tensor& tensor, const c10d::ReduceOp& op, Milliseconds timeout) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor mine = tensor.coalesce();
+  Rule rule{op_of(op, "sparse all_reduce"), element_of(mine.scalar_type(), "sparse all_reduce")};
+  if (rule.op != Op::kSum && rule.op != Op::kAvg) refuse("sparse all_reduce: expected sum or avg");
+  const std::string refusal = refusal_of(rule.op, rule.element);
+  if (!refusal.empty()) refuse("sparse all_reduce: " + refusal);
+  if (rule.op == Op::kAvg) rule.divisor = size_;
+  c10d::AllgatherOptions options;
+  options.timeout = timeout;
+  // [number of entries, dtype, sparse dimensions, dimensions, sizes...], at most 16 numbers
+  at::Tensor head = at::zeros({16}, at::kLong);
+  int64_t* h = head.data_ptr<int64_t>();
+  if (tensor.dim() > 12) refuse("sparse all_reduce: at most 12 dimensions");
+  h[0] = mine._nnz();
+  h[1] = static_cast<int64_t>(tensor.scalar_type());
+  h[2] = tensor.sparse_dim();
+  h[3] = tensor.dim();
+  for (int64_t i = 0; i < tensor.dim(); ++i) h[4 + i] = tensor.size(i);
+  at::Tensor heads = at::empty({size_, 16}, at::kLong);
+  movement_->_allgather_base(heads, head, options)->wait(timeout);
+  int64_t longest = 0;
+  for (int p = 0; p < size_; ++p) {
+    if (!heads[p].narrow(0, 1, 15).equal(head.narrow(0, 1, 15))) {
+      C10_THROW_ERROR(DistBackendError, "tbik: sparse all_reduce: rank " + std::to_string(p) +
+                                            " has another shape or dtype than rank " + std::to_string(rank_));
+    }
+    longest = std::max(longest, heads[p][0].item<int64_t>());
+  }
+  // Linear index of each entry over the sparse dimensions, and its values, padded to the longest.
+  const at::Tensor values = mine.values().contiguous();
+  std::vector<int64_t> shape = values.sizes().vec();
+  at::Tensor linear = at::zeros({mine._nnz()}, at::kLong);
+  for (int64_t d = 0; d < tensor.sparse_dim(); ++d) linear = linear * tensor.size(d) + mine.indices()[d];
+  at::Tensor index = at::full({longest}, -1, at::kLong);
+  index.narrow(0, 0, mine._nnz()).copy_(linear);
+  shape[0] = longest;
+  at::Tensor padded = at::zeros(shape, values.options());
+  padded.narrow(0, 0, mine._nnz()).copy_(values);
+  at::Tensor indices = at::empty({size_ * longest}, at::kLong);
+  shape[0] = size_ * longest;
+  at::Tensor all = at::empty(shape, values.options());
+  if (longest > 0) {
+    movement_->_allgather_base(indices, index, options)->wait(timeout);
+    movement_->_allgather_base(all, padded, options)->wait(timeout);
+  }
+  at::Tensor present = std::get<0>(at::_unique2(indices));
+  present = present.masked_select(present.ge(0));
+  const int64_t count = present.numel();
+  shape[0] = count;
+  Tensors leaves;
+  std::vector<const void*> inputs;
+  for (int p = 0; p < size_; ++p) {
+    const int64_t n = heads[p][0].item<int64_t>();
+    at::Tensor leaf = at::zeros(shape, values.options());
+    const at::Tensor at_rows = at::searchsorted(present, indices.narrow(0, p * longest, n));
+    leaf.index_copy_(0, at_rows, all.narrow(0, p * longest, n));
+    leaves.push_back(leaf);
+    inputs.push_back(leaves.back().data_ptr());
+  }
+  at::Tensor root = at::empty(shape, values.options());
+  if (root.numel() > 0) {
+    tbik::reduce(rule, inputs, true, root.numel(), schedule(leaf_nodes(0, size_), size_), root.data_ptr(), combine_);
+  }
+  at::Tensor coordinates = at::empty({tensor.sparse_dim(), count}, at::kLong);
+  at::Tensor rest = present;
+  for (int64_t d = tensor.sparse_dim() - 1; d >= 0; --d) {
+    coordinates[d].copy_(rest.remainder(tensor.size(d)));
+    rest = rest.div(tensor.size(d), "floor");
+  }
+  const at::Tensor result = at::_sparse_coo_tensor_unsafe(coordinates, root, tensor.sizes())._coalesced_(true);
+  tensor.copy_(result);
+}
+
+// On the caller's thread, since it moves its data by the caller's gloo group.
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  require_one(tensors, "sparse all_reduce");
+  mover("sparse all_reduce", &tensors[0]);
+  if (!tensors[0].device().is_cpu()) refuse("sparse all_reduce: expected a CPU tensor");
+  const Milliseconds timeout = options.timeout.count() > 0 ? options.timeout : options_->timeout;
+  auto work =
+      c10::make_intrusive<ReductionWork>(rank_, size_, OpType::_ALLREDUCE_SPARSE, tensors, ++sequence_, timeout);
+  std::exception_ptr failure;
+  try {
+    sparse(tensors[0], options.reduceOp, timeout);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  work->done(failure);
+  return work;
+}
+
+// --- movement
+// ----------------------------------------------------------------------------------------------------------
+
+c10d::Backend& ProcessGroupTbik::mover(const char* activity, const at::Tensor* tensor) {
+  if (engine_->forked()) {
+    C10_THROW_ERROR(DistBackendError, std::string("tbik: ") + activity +
+                                          ": this process was forked after the group was made; make a new group in the "
+                                          "child");
+  }
+  engine_->transport->note(activity);
+  if (tensor == nullptr || !tensor->is_cuda()) return *movement_;
+  if (!cuda_backend_) {
+    const py::gil_scoped_acquire gil;
+    const py::object backend = cuda_ && !cuda_.is_none() ? cuda_() : py::none();
+    if (!backend.is_none()) cuda_backend_ = backend.cast<BackendPtr>();
+  }
+  if (!cuda_backend_) {
+    refuse(std::string(activity) + ": CUDA tensors need a torch with NCCL; this one moves CPU tensors only");
+  }
+  if (coalescing_ && !cuda_coalescing_) {
+    cuda_backend_->startCoalescing();
+    cuda_coalescing_ = true;
+  }
+  return *cuda_backend_;
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::track(WorkPtr work) {
+  if (!work) return work;  // a coalesced call of NCCL
+  ++sequence_;
+  if (coalescing_) coalesced_.push_back(work);
+  const std::lock_guard<std::mutex> lock(delegated_mutex_);
+  delegated_.erase(std::remove_if(delegated_.begin(), delegated_.end(),
+                                  [](const c10::weak_intrusive_ptr<c10d::Work>& w) {
+                                    const WorkPtr alive = w.lock();
+                                    return !alive || alive->isCompleted();
+                                  }),
+                   delegated_.end());
+  delegated_.emplace_back(work);
+  return work;
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::barrier(const c10d::BarrierOptions& options) {
+  std::vector<WorkPtr> earlier;
+  {
+    const std::lock_guard<std::mutex> lock(delegated_mutex_);
+    for (const auto& w : delegated_) {
+      if (const WorkPtr alive = w.lock(); alive && !alive->isCompleted() && alive->retrieveOpType() != OpType::RECV &&
+                                          alive->retrieveOpType() != OpType::RECVANYSOURCE) {
+        earlier.push_back(alive);
+      }
+    }
+    delegated_.clear();
+  }
+  const Milliseconds timeout = options.timeout.count() > 0 ? options.timeout : options_->timeout;
+  return submit(OpType::BARRIER, {}, timeout, options.asyncOp, [engine = engine_.get(), earlier, timeout] {
+    for (const WorkPtr& work : earlier) work->wait(timeout);
+    engine->collectives.barrier();
+  });
+}
+
+void ProcessGroupTbik::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  mover("monitored_barrier", nullptr).monitoredBarrier(options, wait_all_ranks);
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::alltoall(Tensors& outputs, Tensors& inputs,
+                                                     const c10d::AllToAllOptions& options) {
+  if (static_cast<int>(outputs.size()) != size_ || static_cast<int>(inputs.size()) != size_) {
+    refuse("all_to_all: expected " + std::to_string(size_) + " outputs and inputs, got " +
+           std::to_string(outputs.size()) + " and " + std::to_string(inputs.size()));
+  }
+  c10d::Backend& backend = mover("all_to_all", &outputs[0]);
+  if (&backend != movement_.get()) return track(backend.alltoall(outputs, inputs, options));
+  const at::NoGradGuard no_grad;
+  Tensors flat;
+  std::vector<int64_t> send_sizes;
+  std::vector<int64_t> receive_sizes;
+  int64_t total = 0;
+  for (const at::Tensor& x : inputs) {
+    require_dense_cpu(x, "all_to_all");
+    flat.push_back(x.reshape({-1}));
+    send_sizes.push_back(x.numel());
+  }
+  for (const at::Tensor& x : outputs) {
+    require_dense_cpu(x, "all_to_all");
+    receive_sizes.push_back(x.numel());
+    total += x.numel();
+  }
+  at::Tensor in = at::cat(flat);
+  at::Tensor out = at::empty({total}, outputs[0].options());
+  const WorkPtr moved = track(backend.alltoall_base(out, in, receive_sizes, send_sizes, options));
+  const Milliseconds timeout = options.timeout.count() > 0 ? options.timeout : options_->timeout;
+  return submit(OpType::ALLTOALL, outputs, timeout, options.asyncOp, [moved, in, out, outputs, timeout] {
+    const at::NoGradGuard no_grad;
+    moved->wait(timeout);
+    int64_t at = 0;
+    for (const at::Tensor& x : outputs) {
+      x.copy_(out.narrow(0, at, x.numel()).view(x.sizes()));
+      at += x.numel();
+    }
+  });
+}
+
+namespace {
+
+const at::Tensor* first(const Tensors& tensors) { return tensors.empty() ? nullptr : &tensors[0]; }
+
+}  // namespace
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return track(mover("broadcast", first(tensors)).broadcast(tensors, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& options) {
+  return track(mover("all_gather", first(inputs)).allgather(outputs, inputs, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                            const c10d::AllgatherOptions& options) {
+  return track(mover("all_gather_into_tensor", &input)._allgather_base(output, input, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                                const c10d::AllgatherOptions& options) {
+  return track(mover("all_gather_coalesced", first(inputs)).allgather_coalesced(outputs, inputs, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                            const c10d::AllgatherOptions& options) {
+  return track(mover("all_gather_into_tensor_coalesced", first(inputs))
+                   .allgather_into_tensor_coalesced(outputs, inputs, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                   const c10d::GatherOptions& options) {
+  return track(mover("gather", first(inputs)).gather(outputs, inputs, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                    const c10d::ScatterOptions& options) {
+  return track(mover("scatter", first(outputs)).scatter(outputs, inputs, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                          std::vector<int64_t>& output_sizes,
+                                                          std::vector<int64_t>& input_sizes,
+                                                          const c10d::AllToAllOptions& options) {
+  return track(mover("all_to_all_single", &input).alltoall_base(output, input, output_sizes, input_sizes, options));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::send(Tensors& tensors, int destination, int tag) {
+  return track(mover("send", first(tensors)).send(tensors, destination, tag));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::recv(Tensors& tensors, int source, int tag) {
+  return track(mover("recv", first(tensors)).recv(tensors, source, tag));
+}
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::recvAnysource(Tensors& tensors, int tag) {
+  return track(mover("recv from any rank", first(tensors)).recvAnysource(tensors, tag));
+}
+
+// --- Python
+// ------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+Collective collective_of(const std::string& name) {
+  for (Collective c : {Collective::kAllReduce, Collective::kReduce, Collective::kReduceScatterTensor}) {
+    if (name == name_of(c)) return c;
+  }
+  refuse("dry_run: expected 'all_reduce', 'reduce' or 'reduce_scatter_tensor', got '" + name + "'");
+}
+
+Settings settings_of(const std::string& placement, int node_size, int64_t one_shot_bytes, int64_t segment_bytes) {
+  Settings settings;
+  settings.placement = placement_of(placement);
+  settings.node_size = node_size;
+  if (one_shot_bytes >= 0) settings.one_shot_bytes = one_shot_bytes;
+  if (segment_bytes > 0) settings.segment_bytes = segment_bytes;
+  return settings;
+}
+
+py::list dry_run_list(const std::string& collective, const std::string& placement, int world, int node_size,
+                      int64_t numel, int64_t element_bytes) {
+  Request request;
+  request.collective = collective_of(collective);
+  request.element = element_bytes == 8   ? Element::kFloat64
+                    : element_bytes == 2 ? Element::kBFloat16
+                                         : Element::kFloat32;
+  request.inputs.assign(request.collective == Collective::kReduceScatterTensor ? static_cast<size_t>(world) : 1,
+                        nullptr);
+  request.counts.assign(request.inputs.size(), numel / static_cast<int64_t>(request.inputs.size()));
+  std::vector<Traffic> traffic;
+  {
+    const py::gil_scoped_release release;
+    traffic = dry_run(settings_of(placement, node_size, -1, kGlooMessage / 2), request, world, kGlooMessage);
+  }
+  py::list result;
+  for (const Traffic& t : traffic) {
+    py::dict row;
+    row["within_node"] = t.within_node;
+    row["between_nodes"] = t.between_nodes;
+    row["largest_link"] = t.largest_link;
+    row["rounds"] = t.rounds;
+    result.append(row);
+  }
+  return result;
+}
+
+}  // namespace
+
+}  // namespace tbik
+
+PYBIND11_MODULE(_C_dist, m) {
+  using tbik::ProcessGroupTbik;
+  m.doc() = "tbik process group: reductions in the canonical order over shared memory or gloo";
+  py::module::import("torch._C._distributed_c10d");
+  const py::capsule capsule = py::module::import("tbik._C").attr("combine_v1");
+  if (std::string(capsule.name()) != "tbik.combine_v1") throw py::import_error("tbik._C is of another build");
+  static const tbik::Combine combine = *capsule.get_pointer<const tbik::Combine>();
+
+  py::class_<tbik::ShmRegion, std::shared_ptr<tbik::ShmRegion>>(m, "ShmRegion")
+      .def_static("create", &tbik::ShmRegion::create, py::arg("world"), py::arg("capacity"))
+      .def_static("attach", &tbik::ShmRegion::attach, py::arg("token"), py::arg("world"))
+      .def_property_readonly("token", &tbik::ShmRegion::token)
+      .def("close_file", &tbik::ShmRegion::close_file);
+
+  py::class_<ProcessGroupTbik, c10::intrusive_ptr<ProcessGroupTbik>, c10d::Backend>(m, "ProcessGroupTbik")
+      .def(py::init([](ProcessGroupTbik::BackendPtr movement, std::optional<ProcessGroupTbik::BackendPtr> worker,
+                       std::shared_ptr<tbik::ShmRegion> region, int rank, int size, std::chrono::milliseconds timeout,
+                       const std::string& placement, int node_size, int64_t one_shot_bytes, int64_t segment_bytes,
+                       bool check, py::object split, py::object cuda, std::string info) {
+             ProcessGroupTbik::Setup setup;
+             setup.movement = std::move(movement);
+             if (worker) setup.worker = std::move(*worker);
+             setup.region = std::move(region);
+             setup.settings = tbik::settings_of(placement, node_size, one_shot_bytes, segment_bytes);
+             setup.check = check;
+             setup.timeout = timeout;
+             setup.split = std::move(split);
+             setup.cuda = std::move(cuda);
+             setup.info = std::move(info);
+             return c10::make_intrusive<ProcessGroupTbik>(rank, size, std::move(setup), combine);
+           }),
+           py::kw_only(), py::arg("movement"), py::arg("worker"), py::arg("region"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout"), py::arg("placement"), py::arg("node_size"), py::arg("one_shot_bytes"),
+           py::arg("segment_bytes"), py::arg("check"), py::arg("split"), py::arg("cuda"), py::arg("info"))
+      .def_property_readonly("options", [](ProcessGroupTbik& group) { return group.getBackendOptions(); })
+      .def_property_readonly("transport", &ProcessGroupTbik::transport)
+      .def_property_readonly("calls", &ProcessGroupTbik::calls)
+      .def_property_readonly("info", &ProcessGroupTbik::info)
+      .def("placement", &ProcessGroupTbik::placement, py::arg("num_bytes"));
+
+  m.def("dry_run", &tbik::dry_run_list, py::arg("collective"), py::arg("placement"), py::arg("world"),
+        py::arg("node_size"), py::arg("numel"), py::arg("element_bytes") = 4);
+  m.def("host_identity", &tbik::host_identity);
+  m.def("torch_version_built_against", [] { return std::string(TORCH_VERSION); });
+}

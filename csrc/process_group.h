@@ -1,0 +1,139 @@
+// The "tbik" backend of torch.distributed: every reduction in the canonical order (ORDER.md B1), everything else by
+// gloo.
+//
+//   allreduce, allreduce_coalesced, reduce, reduce_scatter, _reduce_scatter_base, reduce_scatter_tensor_coalesced,
+//   sparse all-reduce      ours: csrc/collective over a transport; never delegated
+//   barrier                ours, after the delegated calls that are still under way
+//   alltoall               one alltoall_base of gloo
+//   the rest               gloo, on the caller's thread
+//
+// A reduction runs on this group's worker thread, in call order; a blocking call with nothing queued before it runs on
+// the caller's thread. With a shared-memory region the worker uses that; otherwise a second gloo group, since gloo
+// matches calls of one group by their order, which two threads would mix up.
+// Dense CPU tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). Results as
+// promised by csrc/collective.h; world size is in the bits of a plain tensor's sum.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "collective.h"
+#include "transport_shm.h"
+
+namespace tbik {
+
+class Engine;
+
+class ProcessGroupTbik final : public c10d::Backend {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Milliseconds = std::chrono::milliseconds;
+
+  struct Setup {
+    BackendPtr movement;                // gloo, for the caller's thread
+    BackendPtr worker;                  // gloo, for the worker thread; null with a region
+    std::shared_ptr<ShmRegion> region;  // null without shared memory
+    Settings settings;
+    bool check = false;  // compare every call before its data moves (TBIK_CHECK=1)
+    Milliseconds timeout{0};
+    pybind11::object split;  // (store, rank, size, timeout) -> backend
+    pybind11::object cuda;   // () -> backend that moves CUDA tensors, or None
+    std::string info;        // what tbik.backend.group_info shows
+  };
+
+  ProcessGroupTbik(int rank, int size, Setup setup, const Combine& combine);
+  ~ProcessGroupTbik() override;
+
+  const std::string getBackendName() const override { return "tbik"; }
+  std::string transport() const;
+  std::string placement(int64_t bytes) const;
+  uint64_t calls() const;
+  const std::string& info() const { return info_; }
+
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(Milliseconds timeout) override;
+  bool supportsSplitting() const override { return true; }
+  BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                   const c10::intrusive_ptr<Options>& options) override;
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& options) override;
+
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(std::vector<at::Tensor>& tensors, int destination, int tag) override;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+
+ private:
+  class ReductionWork;
+  struct Dense;
+
+  WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, Milliseconds timeout, bool async,
+                 std::function<void()> body);
+  c10d::Backend& mover(const char* activity, const at::Tensor* tensor);
+  WorkPtr track(WorkPtr work);
+  Request request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
+  void sparse(at::Tensor& tensor, const c10d::ReduceOp& op, Milliseconds timeout);
+
+  BackendPtr movement_;
+  BackendPtr worker_;
+  BackendPtr cuda_backend_;
+  pybind11::object split_;
+  pybind11::object cuda_;
+  c10::intrusive_ptr<Options> options_;
+  Combine combine_;
+  std::string info_;
+  std::shared_ptr<Engine> engine_;
+  std::atomic<uint64_t> sequence_{0};
+  std::mutex delegated_mutex_;
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> delegated_;  // perhaps still under way
+  bool coalescing_ = false;
+  bool cuda_coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace tbik

@@ -1,0 +1,313 @@
+"""The "tbik" backend of torch.distributed: every reduction in the canonical order, every other collective by gloo.
+
+    import tbik
+    dist.init_process_group("tbik")              "cpu:tbik,cuda:nccl" keeps CUDA tensors with NCCL
+    dist.all_reduce(x)                           x = cast(node(0, W) of the ranks' values)            (ORDER.md B1)
+
+`all_reduce` of a plain tensor has one leaf per rank: deterministic, independent of its size, of the transport and of the
+placement; the world size is in its bits. Layout-invariant results need covers (tbik.all_reduce) or leaves that are nodes
+of a larger tree: this backend alone does not make training or inference independent of the number of ranks.
+
+Transport, chosen when a group is made, by all ranks together, and never changed: shared memory where all ranks of the
+group run on one host, gloo otherwise. None of the settings below can change a bit; all ranks must have the same.
+
+    TBIK_TRANSPORT   auto | shm | gloo             shm: refuse instead of falling back
+    TBIK_PLACEMENT   auto | one_shot | two_shot | two_level
+    TBIK_NODE_SIZE   ranks per node (contiguous); by default what the host names say
+    TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves; shared memory
+                     always does
+
+CUDA tensors: moved by NCCL where torch has it; their reductions are refused (no kernel in this version).
+Errors: PlanError when a group is made on ranks that disagree; TransportError where a rank does not come; afterwards
+DistBackendError (a peer is gone, too late, or made another call) and ValueError (unsupported dtype, operator, device).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tbik import __version__, registration
+from tbik.errors import PlanError, TransportError, TransportTimeout
+from tbik.tree import ORDER_VERSION
+
+logger = logging.getLogger(__name__)
+
+TRANSPORTS = ("auto", "shm", "gloo")
+PLACEMENTS = ("auto", "one_shot", "two_shot", "two_level")
+
+ONE_SHOT_BYTES = 64 * 1024
+"""Largest message that placement "auto" sends to every rank."""
+
+SEGMENT_BYTES = {"shm": 1 << 20, "gloo": 4 << 20}
+"""Largest piece of a message that travels in one round."""
+
+_REGION_BYTES = 32 << 20  # of shared memory per group, at most; two messages per rank
+_DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the environment asks for."""
+
+    transport: str = "auto"
+    placement: str = "auto"
+    node_size: int = 0
+    check: bool = False
+
+    @classmethod
+    def from_environment(cls) -> _Settings:
+        transport = os.environ.get("TBIK_TRANSPORT", "auto")
+        placement = os.environ.get("TBIK_PLACEMENT", "auto")
+        node_size = os.environ.get("TBIK_NODE_SIZE", "0")
+        if transport not in TRANSPORTS:
+            raise PlanError(f"TBIK_TRANSPORT: expected one of {TRANSPORTS}, got {transport!r}")
+        if placement not in PLACEMENTS:
+            raise PlanError(f"TBIK_PLACEMENT: expected one of {PLACEMENTS}, got {placement!r}")
+        if not node_size.isdecimal():
+            raise PlanError(f"TBIK_NODE_SIZE: expected an integer >= 0, got {node_size!r}")
+        return cls(transport, placement, int(node_size), os.environ.get("TBIK_CHECK") == "1")
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
+    """The backend object for one group; torch.distributed calls this (extended_api).
+
+    options: store, group_rank, group_size, timeout. backend_options: none are known; use the environment.
+    Errors: PlanError, TransportError, TransportTimeout on all ranks that came.
+    """
+    if backend_options is not None and type(backend_options).__name__ != "Options":
+        raise PlanError(f"tbik: pg_options are not used, got {backend_options!r}; see TBIK_* in tbik/backend.py")
+    return _make(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """As torch.distributed.monitored_barrier, which asks for gloo by name: an error that names the missing ranks."""
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise PlanError("tbik.backend.monitored_barrier: there is no process group")
+    limit = _backend_of(group).options._timeout if timeout is None else timeout
+    group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+
+def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """What a group is made of: world size, rank, transport, placement, node size, versions, host and process per rank."""
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise PlanError("tbik.backend.group_info: there is no process group")
+    backend = _backend_of(group)
+    info: dict[str, Any] = json.loads(backend.info)
+    return info | {"calls": backend.calls}
+
+
+def _backend_of(group: dist.ProcessGroup) -> Any:
+    backend = group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    if not hasattr(backend, "info"):
+        raise PlanError(f"tbik: expected a group of the tbik backend, got {backend!r}")
+    return backend
+
+
+def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    compiled = _compiled()
+    settings = _Settings.from_environment()
+    identity = compiled.host_identity()
+    own = {
+        "rank": rank,
+        "tbik": __version__,
+        "order_version": ORDER_VERSION,
+        "torch": torch.__version__,
+        "world_size": size,
+        "host": socket.gethostname(),
+        "identity": identity,
+        "pid": os.getpid(),
+        **asdict(settings),
+    }
+    records = [json.loads(text) for text in _exchange(store, "ranks", rank, size, json.dumps(own), timeout)]
+    _require_same(records)
+    hosts = [record["identity"] or f"rank {record['rank']}" for record in records]
+    region, reason = _region(compiled, store, rank, size, timeout, settings, hosts)
+    node_size = _node_size(settings, hosts)
+    movement = dist.ProcessGroupGloo(dist.PrefixStore("movement/", store), rank, size, timeout=timeout)
+    worker = None
+    if region is None:
+        worker = dist.ProcessGroupGloo(dist.PrefixStore("reductions/", store), rank, size, timeout=timeout)
+    transport = "gloo" if region is None else "shm"
+    info = {
+        "world_size": size,
+        "rank": rank,
+        "transport": transport,
+        "reason": reason,
+        "placement": settings.placement,
+        "node_size": node_size,
+        "check": settings.check,
+        "tbik": __version__,
+        "order_version": ORDER_VERSION,
+        "torch": torch.__version__,
+        "ranks": [{key: record[key] for key in ("rank", "host", "pid")} for record in records],
+    }
+    backend = compiled.ProcessGroupTbik(
+        movement=movement,
+        worker=worker,
+        region=region,
+        rank=rank,
+        size=size,
+        timeout=timeout,
+        placement=settings.placement,
+        node_size=node_size,
+        one_shot_bytes=ONE_SHOT_BYTES,
+        segment_bytes=SEGMENT_BYTES[transport],
+        check=settings.check,
+        split=_make,
+        cuda=lambda: _nccl(store, rank, size, timeout),
+        info=json.dumps(info),
+    )
+    logger.info(
+        "rank %d of %d: reductions over %s (%s), placement %s, node size %s, ORDER_VERSION %d",
+        rank,
+        size,
+        transport,
+        reason,
+        settings.placement,
+        node_size or "world",
+        ORDER_VERSION,
+    )
+    return backend
+
+
+def _region(
+    compiled: Any, store: Any, rank: int, size: int, timeout: timedelta, settings: _Settings, hosts: list[str]
+) -> tuple[Any, str]:
+    """The shared-memory region that all ranks have attached, or None; and why. All ranks decide alike."""
+    if settings.transport == "gloo":
+        return None, "TBIK_TRANSPORT=gloo"
+    if len(set(hosts)) > 1:
+        reason = f"the ranks run on {len(set(hosts))} hosts"
+        if settings.transport == "shm":
+            raise PlanError(f"tbik: TBIK_TRANSPORT=shm, but {reason}")
+        return None, reason
+    region, failure = None, ""
+    try:
+        if rank == 0:
+            region = compiled.ShmRegion.create(size, min(3 << 19, max(_REGION_BYTES // (2 * size), 1 << 17)))
+        token = _publish(store, "region", rank, region.token if region is not None else None, timeout)
+        if rank != 0:
+            region = compiled.ShmRegion.attach(token, size)
+    except RuntimeError as error:
+        failure = f"rank {rank}: {error}"
+        if rank == 0:
+            _publish(store, "region", rank, "none", timeout)
+    answers = _exchange(store, "attached", rank, size, failure, timeout)
+    if region is not None:
+        region.close_file()
+    failures = [answer for answer in answers if answer]
+    if not failures:
+        return region, "all ranks on one host"
+    if settings.transport == "shm":
+        raise TransportError("tbik: TBIK_TRANSPORT=shm, but " + "; ".join(failures))
+    logger.warning("rank %d of %d: no shared memory, reductions go over gloo: %s", rank, size, "; ".join(failures))
+    return None, failures[0]
+
+
+def _node_size(settings: _Settings, hosts: list[str]) -> int:
+    """Ranks per node, 0 for one node: as asked, else what the hosts show if they are alike and contiguous."""
+    size = len(hosts)
+    asked = settings.node_size
+    if asked == 0:
+        count = hosts.count(hosts[0])
+        contiguous = all(hosts[i] == hosts[i - i % count] for i in range(size))
+        alike = size % count == 0 and len(set(hosts)) == size // count
+        asked = count if contiguous and alike else 0
+    if asked >= size or asked < 2 or size % asked:
+        return 0
+    return asked
+
+
+def _exchange(store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:
+    """Every rank's value. Errors: TransportTimeout naming the ranks that did not come."""
+    store.set(f"{key}/{rank}", value.encode() + b".")
+    names = [f"{key}/{r}" for r in range(size)]
+    try:
+        store.wait(names, timeout)
+    except RuntimeError as error:  # DistStoreError
+        missing = [r for r in range(size) if not store.check([f"{key}/{r}"])]
+        raise TransportTimeout(
+            f"tbik: making a group, phase '{key}', rank {rank} of {size}: waited {timeout.total_seconds():.1f} s for "
+            f"rank{'s' if len(missing) != 1 else ''} {missing}. Every rank of the group must make it, in the same order"
+        ) from error
+    return [bytes(store.get(name))[:-1].decode() for name in names]
+
+
+def _publish(store: Any, key: str, rank: int, value: str | None, timeout: timedelta) -> str:
+    """Rank 0's value on every rank."""
+    if value is not None:
+        store.set(key, value)
+        return value
+    store.wait([key], timeout)
+    return bytes(store.get(key)).decode()
+
+
+def _require_same(records: list[dict[str, Any]]) -> None:
+    """PlanError naming what each rank said, on all ranks, unless all said the same."""
+    lines = []
+    for name in records[0]:
+        if name in _DIFFERENT_PER_RANK:
+            continue
+        ranks_of: dict[str, list[int]] = {}
+        for rank, record in enumerate(records):
+            ranks_of.setdefault(str(record.get(name)), []).append(rank)
+        if len(ranks_of) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items()))
+    if [record["rank"] for record in records] != list(range(len(records))):
+        lines.append(f"the ranks call themselves {[record['rank'] for record in records]}")
+    if lines:
+        raise PlanError("tbik: the ranks cannot form a group together. " + ". ".join(lines))
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """NCCL for the movement of CUDA tensors, or None."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
+
+
+def _compiled() -> Any:
+    """tbik._C_dist. Errors: PlanError where it is missing or was built for another torch."""
+    if _torchcomms():
+        raise PlanError(
+            "tbik: torchcomms is on (TORCH_DISTRIBUTED_USE_TORCHCOMMS or torch.distributed.config.use_torchcomms); it "
+            "routes every backend past this one. Turn it off to use the tbik backend"
+        )
+    try:
+        from tbik import _C_dist as compiled
+    except ImportError as error:
+        raise PlanError(
+            f"tbik: the process-group module does not load with torch {torch.__version__}: {error}. It is tied to one "
+            "torch minor version; rebuild it: pip install -e . --no-build-isolation"
+        ) from error
+    built = compiled.torch_version_built_against()
+    if built.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise PlanError(f"tbik: built against torch {built}, running with {torch.__version__}; rebuild it")
+    return compiled
+
+
+def _torchcomms() -> bool:
+    if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0").lower() not in ("", "0", "false"):
+        return True
+    return bool(getattr(getattr(dist, "config", None), "use_torchcomms", False))
+
+
+if _torchcomms():
+    _compiled()
+registration.register()
