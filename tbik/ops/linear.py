@@ -752,10 +752,14 @@ def _plan_key(where: str, plan: TreePlan) -> str:
     return key
 
 
-# Dynamo cannot trace json; it reads (and guards) the fields above and takes the text as a constant.
+# Dynamo cannot trace json; it reads (and guards) the fields above and takes the text of these constants as a constant.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=256)
 def _key_of(leaves: int, acc: str, wire: str | None, grad_wire: str | None, leaf: str) -> str:
+    return _cached_key(leaves, acc, wire, grad_wire, leaf)
+
+
+@lru_cache(maxsize=256)
+def _cached_key(leaves: int, acc: str, wire: str | None, grad_wire: str | None, leaf: str) -> str:
     return TreePlan(leaves=leaves, acc_dtype=acc, wire_dtype=wire, grad_wire_dtype=grad_wire, leaf=leaf).key()
 
 
