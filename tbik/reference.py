@@ -111,7 +111,7 @@ def fma64(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     Layout-invariant.
     """
     _require_dtype("fma64", torch.float64, a, b, c)
-    shape = torch.broadcast_shapes(a.shape, b.shape, c.shape)
+    shape = (a + b + c).shape
     a, b, c = (t.expand(shape) for t in (a, b, c))
     # A finite product is finite, however large, and meets an infinite c as such.
     product = torch.where(torch.isfinite(a) & torch.isfinite(b) & ~torch.isfinite(c), 0.0, a * b)
