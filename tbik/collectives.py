@@ -19,8 +19,9 @@ int8..int64 and uint8 modulo 2^bits. CPU tensors. Not differentiable: a requires
 
 Errors: PlanError where a call is unsupported or the ranks disagree about it; raised on all ranks in the first call of a
 (group, plan), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every call
-with TBIK_CHECK=1. TransportTimeout, TransportError where bytes do not arrive; each wait ends after the group's timeout.
-A call that raises leaves the input and `out` unchanged.
+with TBIK_CHECK=1 (without it gloo ends the process of a rank that is sent more bytes than it expects).
+TransportTimeout, TransportError where bytes do not arrive; each wait ends after the group's timeout. A call that raises
+leaves the input and `out` unchanged.
 
 Bits: covers are layout-invariant and batch-invariant. A plain tensor is deterministic and independent of size and
 placement, but W is in its bits (tests/test_collectives.py).
@@ -51,8 +52,9 @@ from tbik.tree import ORDER_VERSION, Node
 Op = Literal["sum", "avg"]
 Placement = Literal["auto", "one_shot", "two_shot"]
 
-ONE_SHOT_BYTES = 64 * 1024
-"""Largest cover (bytes of one rank) that placement="auto" sends to everybody. No choice here can change a bit."""
+ONE_SHOT_BYTES = 256 * 1024
+"""Largest cover (bytes of one rank) that placement="auto" sends to everybody: over gloo, where both placements cost the
+same on one machine. No choice here can change a bit."""
 
 SEGMENT_BYTES = 1 << 28
 """A longer message travels in segments of this many bytes per rank: bounds the buffers and every transport's counts."""
@@ -118,6 +120,7 @@ def all_reduce(
     op: "avg" divides the root by W, once.
     placement: who adds; cannot change a bit.
     out_dtype: of the root; by default x's own. bias: [N], N = last dimension of the root, the same on all ranks.
+    group: None is the default group; for a cover with one run, or without a default group, this rank alone.
     runs: leaf run of every rank (Layout.mlp and so on); saves the exchange of node lists that a cover otherwise needs.
     wire: the tree is one that plan.wire_dtype narrows (ORDER.md A6); the cover then holds bf16 values already.
     out: receives the root after everything succeeded, and is returned; out=x is the in-place form of a plain tensor.
@@ -392,8 +395,7 @@ def _fold(order: _Order, parts: Sequence[Tensor], request: _Request, bounds: Run
             inputs = [value.view(-1, bias.numel()) for value in inputs]
         else:
             bias = _periodic(bias, *bounds)
-    root: Tensor = _C.fold(inputs, order.schedule, request.average, bias, request.out_dtype)
-    return root.view(-1)
+    return _C.fold(inputs, order.schedule, request.average, bias, request.out_dtype).view(-1)
 
 
 def _periodic(bias: Tensor, lo: int, hi: int) -> Tensor:
@@ -417,7 +419,9 @@ def _perform(
     out: Tensor | None,
 ) -> tuple[Tensor, _Link]:
     with torch.no_grad():
-        link = _Link.open(group, call.collective, alone=isinstance(x, Cover))
+        # A cover says by itself whether it is all there, so it may do without a group; runs say how many ranks there are.
+        one_run = runs is not None and len(runs) == 1
+        link = _Link.open(group, call.collective, alone=isinstance(x, Cover), always_alone=one_run)
         request: _Request | None = None
         refusal: PlanError | None = None
         try:
@@ -515,7 +519,7 @@ def _exchange_chunks(link: _Link, rows: Tensor, counts: Sequence[int], bounds: S
     send_sizes = [_HEADER_BYTES + _aligned(len(rows) * (hi - lo) * item) for lo, hi in bounds]
     receive_sizes = [_HEADER_BYTES + _aligned(count * mine * item) for count in counts]
     send = torch.empty(sum(send_sizes), dtype=torch.uint8)
-    for message, (lo, hi) in zip(send.split(send_sizes), bounds, strict=True):
+    for message, (lo, hi) in zip(torch.split(send, send_sizes), bounds, strict=True):
         link.write(message, rows[:, lo:hi])
     received = link.all_to_all(send, send_sizes, receive_sizes, "all-to-all of chunks")
     return [link.read(message, rank, (counts[rank], mine), rows.dtype) for rank, message in enumerate(received)]
@@ -559,9 +563,12 @@ class _Link:
         self.counted = False
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup | None, collective: str, alone: bool = False) -> _Link:
-        """alone: without any process group a call is a world of one; only safe where the data says it is complete."""
-        if group is None and not (dist.is_available() and dist.is_initialized()):
+    def open(
+        cls, group: dist.ProcessGroup | None, collective: str, alone: bool = False, always_alone: bool = False
+    ) -> _Link:
+        """alone: group=None is a world of one where there is no default group; always_alone: even where there is one."""
+        exists = dist.is_available() and dist.is_initialized()
+        if group is None and (always_alone or not exists):
             if alone:
                 return cls(None, 0, 1, _State(), collective)
             raise PlanError(f"{collective}: there is no process group; call torch.distributed.init_process_group first")
@@ -642,7 +649,7 @@ class _Link:
             phase,
         )
         self.state.bytes_sent += sum(send_sizes) - send_sizes[self.rank]
-        return received.split(receive_sizes)
+        return torch.split(received, receive_sizes)
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record. Records that were exchanged before cost one short message."""
