@@ -748,19 +748,19 @@ def _name(dtype: torch.dtype) -> str:
 def _plan_key(where: str, plan: TreePlan) -> str:
     if not isinstance(plan, TreePlan):
         raise PlanError(f"{where}: plan is a tbik.TreePlan, got {_kind(plan)}; TreePlan() has the default fields")
-    key: str = _key_of(plan.leaves, plan.acc_dtype, plan.wire_dtype, plan.grad_wire_dtype, plan.leaf)
+    key: str = _key_of(plan)
     return key
 
 
-# Dynamo cannot trace json; it reads (and guards) the fields above and takes the text of these constants as a constant.
+# Dynamo cannot trace json: it guards the fields of the (frozen) plan and takes the text as a constant.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _key_of(leaves: int, acc: str, wire: str | None, grad_wire: str | None, leaf: str) -> str:
-    return _cached_key(leaves, acc, wire, grad_wire, leaf)
+def _key_of(plan: TreePlan) -> str:
+    return _cached_key(plan)
 
 
 @lru_cache(maxsize=256)
-def _cached_key(leaves: int, acc: str, wire: str | None, grad_wire: str | None, leaf: str) -> str:
-    return TreePlan(leaves=leaves, acc_dtype=acc, wire_dtype=wire, grad_wire_dtype=grad_wire, leaf=leaf).key()
+def _cached_key(plan: TreePlan) -> str:
+    return plan.key()
 
 
 def _require_dense(where: str, name: str, t: Tensor) -> None:
