@@ -419,9 +419,10 @@ def _perform(
     out: Tensor | None,
 ) -> tuple[Tensor, _Link]:
     with torch.no_grad():
-        # A cover says by itself whether it is all there, so it may do without a group; runs say how many ranks there are.
+        # A cover shows whether it is all there, so it may do without a group; runs say how many ranks there are.
         one_run = runs is not None and len(runs) == 1
-        link = _Link.open(group, call.collective, alone=isinstance(x, Cover), always_alone=one_run)
+        alone = group is None and isinstance(x, Cover) and (one_run or not _has_default_group())
+        link = _Link(None, 0, 1, _State(), call.collective) if alone else _Link.open(group, call.collective)
         request: _Request | None = None
         refusal: PlanError | None = None
         try:
@@ -552,6 +553,10 @@ class _State:
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, _State] = weakref.WeakKeyDictionary()
 
 
+def _has_default_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 class _Link:
     """One collective's way to the other ranks: moves bytes, counts them, and says what went wrong."""
 
@@ -563,15 +568,12 @@ class _Link:
         self.counted = False
 
     @classmethod
-    def open(
-        cls, group: dist.ProcessGroup | None, collective: str, alone: bool = False, always_alone: bool = False
-    ) -> _Link:
-        """alone: group=None is a world of one where there is no default group; always_alone: even where there is one."""
-        exists = dist.is_available() and dist.is_initialized()
-        if group is None and (always_alone or not exists):
-            if alone:
-                return cls(None, 0, 1, _State(), collective)
-            raise PlanError(f"{collective}: there is no process group; call torch.distributed.init_process_group first")
+    def open(cls, group: dist.ProcessGroup | None, collective: str) -> _Link:
+        if group is None and not _has_default_group():
+            raise PlanError(
+                f"{collective}: there is no process group, and only a Cover can show that nothing is missing; call "
+                "torch.distributed.init_process_group first, or pass group"
+            )
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):
             raise PlanError(

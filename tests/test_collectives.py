@@ -388,7 +388,7 @@ def test_verify_a_world_of_one_needs_no_group() -> None:
     options: dict[str, Any] = {"plan": case.plan, "bias": case.bias_values(), "out_dtype": torch.bfloat16}
     assert_bitwise_equal(all_reduce(case.cover(0), **options), case.root(1))
     assert_bitwise_equal(reduce_scatter(case.cover(0), **options), case.root(1))
-    with pytest.raises(PlanError, match="has no process group"):
+    with pytest.raises(PlanError, match="there is no process group"):
         all_reduce(torch.ones(3))
     with pytest.raises(PlanError, match=r"no rank holds leaves \[4, 8\)"):
         all_reduce(Cover(torch.ones(1, 3), (Node(2, 0),), 8))
@@ -398,10 +398,10 @@ def test_verify_a_world_of_one_needs_no_group() -> None:
 
 
 def refused(results: list[Outcome], *patterns: str) -> None:
-    """Every rank raised a PlanError that says all of `patterns`, within a second."""
+    """Every rank raised a PlanError that says all of `patterns`, long before the group's timeout of 30 s."""
     for rank, result in enumerate(results):
         assert isinstance(result.error, PlanError), f"rank {rank}: {result}"
-        assert result.elapsed < 1.0, f"rank {rank} took {result.elapsed:.1f} s"
+        assert result.elapsed < 10.0, f"rank {rank} took {result.elapsed:.1f} s"
         for pattern in patterns:
             assert pattern in str(result.error), f"rank {rank}: {pattern!r} not in {result.error}"
 
