@@ -56,7 +56,7 @@ ONE_SHOT_BYTES = 256 * 1024
 """Largest cover (bytes of one rank) that placement="auto" sends to everybody: over gloo, where both placements cost the
 same on one machine. No choice here can change a bit."""
 
-SEGMENT_BYTES = 1 << 28
+SEGMENT_BYTES = 1 << 26
 """A longer message travels in segments of this many bytes per rank: bounds the buffers and every transport's counts."""
 
 _HEADER_BYTES = 16
@@ -463,17 +463,20 @@ def _everywhere(call: _Call, link: _Link, order: _Order, request: _Request, coun
     if placement == "auto":
         small = max(counts) * n * request.rows.element_size() <= ONE_SHOT_BYTES
         placement = "one_shot" if small else "two_shot"
-    pieces = []
-    for lo, hi in _segments(0, n, step):
+    segments = _segments(0, n, step)
+    root = torch.empty(n if len(segments) > 1 else 0, dtype=request.out_dtype)
+    for lo, hi in segments:
         if placement == "one_shot":
             parts = _gather_covers(link, request.rows[:, lo:hi], counts)
             link.require_one_call(request.loss)
-            pieces.append(_fold(order, parts, request, (lo, hi)))
+            piece = _fold(order, parts, request, (lo, hi))
         else:
             bounds = _even_split(lo, hi, link.size)
-            chunk = _my_chunk(link, order, request, counts, bounds, step)
-            pieces.append(_gather_chunks(link, chunk, bounds))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            piece = _gather_chunks(link, _my_chunk(link, order, request, counts, bounds, step), bounds)
+        if len(segments) == 1:
+            return piece
+        root[lo:hi] = piece
+    return root
 
 
 def _my_chunk(
