@@ -14,7 +14,9 @@ counter and is noticed at the next forward; a write through `.data` or numpy is 
 values of the time of freeze() until unfreeze(). freeze(release=True) keeps no storage, so there is nothing to write to.
 
 Packs are dropped, i.e. the module is unfrozen, by load_state_dict, by .to() and everything else that goes through
-Module._apply, and by assigning another weight. state_dict() of a frozen module is refused.
+Module._apply, and by assigning another weight. state_dict() of a frozen module is refused. torch.compile breaks its
+graph at a frozen weight (fullgraph=True refuses); a compiled function that holds the parameter stands in freeze()'s way
+(torch._dynamo.reset() ends that).
 Bits: those of the module before freeze() (tests/test_packing.py::test_verify_packed_equals_unpacked).
 """
 
@@ -57,7 +59,8 @@ class Packable(torch.nn.Module):
         """The parameter `name`, or its pack if it is frozen. PlanError where a frozen weight would need a backward."""
         weight: Tensor = getattr(self, name)
         if isinstance(weight, FrozenWeight):
-            return weight.pack_for(self.pack_specs()[name], f"{type(self).__name__}.{name}", x)
+            pack: PackedWeight = weight.pack_for(self.pack_specs()[name], f"{type(self).__name__}.{name}", x)
+            return pack
         return weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -89,6 +92,8 @@ class FrozenWeight(Tensor):
         frozen._stamp = _stamp(weight)
         return frozen
 
+    # Dynamo would guard what it reads here only in part, and a pack that a guard misses would be a stale one.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack_for(self, spec: PackSpec, name: str, x: Tensor) -> PackedWeight:
         if torch.is_grad_enabled() and (self._trainable or x.requires_grad):
             raise PlanError(
