@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tbik import __version__
-from tbik.decoder import Decoder, DecoderConfig, Mode, greedy
+from tbik.decoder import DTYPES, Decoder, DecoderConfig, Mode, greedy
 from tbik.errors import PlanError
 from tbik.plan import ModelShape, TreePlan
 from tbik.workers import COLLECTIVE_S, SILENCE_S, Link, Workers
@@ -100,6 +100,8 @@ def make_job(
     for name, values in (("--tp", tp_sizes), ("--batch", batch_sizes)):
         if not values or min(values) < 1 or len(set(values)) != len(values):
             raise PlanError(f"{name}: expected distinct integers >= 1, got {list(values)}")
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if new_tokens < 1:
         raise PlanError(f"--new-tokens: expected at least 1, got {new_tokens}")
     unknown = set(modes) - set(MODES)
