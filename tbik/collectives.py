@@ -18,8 +18,8 @@ dtypes: covers fp32 or fp64. Plain bf16, fp16 and fp32 are summed in fp32, fp64 
 int8..int64 and uint8 modulo 2^bits. CPU tensors. Not differentiable: a requires_grad input is read as if detached.
 
 Errors: PlanError where a call is unsupported or the ranks disagree about it; raised on all ranks in the first call of a
-(group, plan), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every call
-with TBIK_CHECK=1 (without it gloo ends the process of a rank that is sent more bytes than it expects).
+(group, plan, runs), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every
+call with TBIK_CHECK=1 (without it gloo ends the process of a rank that is sent more bytes than it expects).
 TransportTimeout, TransportError where bytes do not arrive; each wait ends after the group's timeout. A call that raises
 leaves the input and `out` unchanged.
 
@@ -116,7 +116,7 @@ def all_reduce(
     """root = cast(node(0, L) / avg + bias) on every rank.
 
     x: a Cover [k, ...], or a plain tensor [...] as leaf r of W.
-    plan: compared between the ranks once per group. A cover's dtype must be plan.acc_dtype.
+    plan: compared between the ranks once per group and runs. A cover's dtype must be plan.acc_dtype.
     op: "avg" divides the root by W, once.
     placement: who adds; cannot change a bit.
     out_dtype: of the root; by default x's own. bias: [N], N = last dimension of the root, the same on all ranks.
@@ -235,7 +235,7 @@ def _request(
     tensor = tensor.detach()
     if isinstance(x, Cover):
         shape, nodes, leaves, acc_dtype = tensor.shape[1:], x.nodes, x.leaves, tensor.dtype
-        nodes_by_rank = None if runs is None else _nodes_of_runs(tuple((int(a), int(b)) for a, b in runs), leaves)
+        nodes_by_rank = None if runs is None else _nodes_of_runs(_runs(runs), leaves)
         if nodes_by_rank is not None and len(nodes_by_rank) != link.size:
             raise PlanError(f"{where}: expected one run per rank, {link.size}, got {len(nodes_by_rank)}")
         if nodes_by_rank is not None and nodes_by_rank[link.rank] != nodes:
@@ -301,7 +301,7 @@ def _request(
         ("out_dtype", str(out_dtype)),
         ("bias", "no" if bias is None else str(bias.dtype)),
         ("wire", "bfloat16" if narrow else "as it is"),
-        ("runs", "exchanged" if nodes_by_rank is None else "known"),
+        ("runs", "exchanged" if runs is None else str(_runs(runs))),
     )
     return _Request(
         rows_kn,
@@ -360,6 +360,13 @@ def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: boo
         raise PlanError(f"covers: no rank holds leaves [{end}, {leaves}) of {leaves}")
     program = _C.nodes_schedule([node for _, node, _, _ in held], leaves, narrow)
     return _Order(tuple((rank, row) for _, _, rank, row in held), program)
+
+
+def _runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    try:
+        return tuple((int(lo), int(hi)) for lo, hi in runs)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"runs: expected one (lo, hi) of leaves per rank, got {runs!r}") from error
 
 
 @lru_cache(maxsize=1024)
@@ -549,7 +556,7 @@ class _State:
     calls: int = 0
     bytes_sent: int = 0
     broken: str = ""
-    plans: set[str] = field(default_factory=set)
+    compared: set[tuple[str, tuple[Run, ...] | None]] = field(default_factory=set)  # plan and runs
     agreements: dict[tuple[bytes, ...], list[dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -721,9 +728,9 @@ def _agree(
     refusal: PlanError | None,
 ) -> tuple[tuple[Node, ...], ...]:
     """The nodes of every rank. PlanError on all ranks where one refuses or two disagree, if an exchange is due."""
-    plan = "none" if call.plan is None else call.plan.fingerprint()
+    key = ("" if call.plan is None else call.plan.fingerprint(), None if runs is None else _runs(runs))
     check = os.environ.get("TBIK_CHECK") == "1"
-    if not (plan not in link.state.plans or check or (isinstance(x, Cover) and runs is None)):
+    if key in link.state.compared and not check and not (isinstance(x, Cover) and runs is None):
         if refusal is not None:
             raise refusal
         assert request is not None and request.nodes_by_rank is not None
@@ -734,7 +741,7 @@ def _agree(
         record |= {"terms": [*request.terms, *number], "nodes": [list(node) for node in request.nodes]}
     records = link.exchange(record)
     _require_same(call.collective, records)
-    link.state.plans.add(plan)
+    link.state.compared.add(key)
     assert request is not None
     if request.nodes_by_rank is not None:
         return request.nodes_by_rank

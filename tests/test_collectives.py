@@ -467,6 +467,19 @@ def test_verify_later_mismatch_is_seen_in_the_messages(name: str) -> None:
     refused(outcomes(odd_one_out_job, 3, {"placement": "two_shot"}, odd, True, False), *patterns)
 
 
+def other_runs_job(group: dist.ProcessGroup, odd: bool) -> None:
+    rank = group.rank()
+    all_reduce(torch.ones(4), group, plan=TreePlan(leaves=3))
+    runs = [(0, 1), (1, 2), (2, 3)]
+    cover = Cover(torch.ones(1, 4), (Node(0, rank),), 3)
+    all_reduce(cover, group, plan=TreePlan(leaves=3), runs=runs[::-1] if odd and rank == 1 else runs)
+
+
+def test_verify_runs_mismatch_is_refused() -> None:
+    run_ranks(other_runs_job, 3, False)
+    refused(outcomes(other_runs_job, 3, True), "runs: ((0, 1), (1, 2), (2, 3)) on ranks 0, 2; ((2, 3), (1, 2), (0, 1))")
+
+
 def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
     rank = group.rank()
     if what == "avg":
@@ -477,6 +490,8 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
         all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 4), group)
     elif what == "runs":
         all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, runs=[(0, 1), (1, 2), (1, 3)])
+    elif what == "shape of runs":
+        all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, runs=[0, 1, 2])  # type: ignore[list-item]
     elif what == "my run":
         all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, runs=[(1, 2), (2, 3), (0, 1)])
     elif what == "scatter":
@@ -502,6 +517,7 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
         ("overlap", "leaf 1 of 3 is held twice, by ranks 1 and 2"),
         ("missing", "no rank holds leaves [3, 4) of 4"),
         ("runs", "leaf 1 of 3 is held twice, by ranks 1 and 2"),
+        ("shape of runs", "expected one (lo, hi) of leaves per rank, got [0, 1, 2]"),
         ("my run", "rank 0 holds [(0, 0)], but its run says [(0, 1)]"),
         ("scatter", "3 ranks do not divide dimension 0 of the root, [4, 2]"),
         ("acc_dtype", "the plan's acc_dtype is float32, the cover holds torch.float64"),
