@@ -601,7 +601,7 @@ class _Link:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Counts the call; whatever breaks it off between two messages leaves the group unusable, and says so."""
+        """Whatever breaks the call off between two messages leaves the ranks out of step: later calls are refused."""
         if self.state.broken:
             raise TransportError(
                 f"{self.collective} on rank {self.rank} of {self.size}: an earlier call on this group failed "
