@@ -39,7 +39,7 @@ BYTES_TOLERANCE = 1.1
 MODES: tuple[Mode, ...] = ("tbik", "stock")
 
 TEXTS = (
-    "Explain in two sentences why adding floating-point numbers in another order can change the result.",
+    "How do bees make honey?",
     "Hello!",
     "List three uses of a prime number, then say which of them matters most for a bank and why it does.",
     "The capital of France is",
@@ -51,7 +51,9 @@ TEXTS = (
     "Translate into German: the weather is fine today, so we walk to the lake and swim before lunch.",
     "2 + 2 =",
 )
-"""Prompt 0 and its companions: shorter ones, longer ones, one of more than 64 tokens."""
+"""Prompt 0, after whose ninth token two continuations are almost equally likely, and its companions: shorter ones,
+longer ones, one of more than 64 tokens.
+"""
 
 
 @dataclass(frozen=True)
