@@ -14,8 +14,8 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 CSRC = Path("csrc")
 
-# Bits depend on the first three. -fno-math-errno and -fno-trapping-math change no value: they drop errno and the order of
-# exception flags, which nobody reads, and let selects be vectorised. The warnings are false positives inside g++'s own
+# -fno-math-errno and -fno-trapping-math change no value: they drop errno and the order of exception flags, which nobody
+# reads, and let selects be vectorised. The warnings are false positives inside g++'s own
 # AVX-512 headers.
 COMPILE = [
     "-O3",

@@ -18,9 +18,10 @@ dtypes: covers fp32 or fp64. Plain bf16, fp16 and fp32 are summed in fp32, fp64 
 int8..int64 and uint8 modulo 2^bits. CPU tensors. Not differentiable: a requires_grad input is read as if detached.
 
 Errors: PlanError where a call is unsupported or the ranks disagree about it; raised on all ranks in the first call of a
-(group, plan), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every call
-with TBIK_CHECK=1. TransportTimeout, TransportError where bytes do not arrive; each wait ends after the group's timeout.
-A call that raises leaves the input and `out` unchanged.
+(group, plan, runs), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every
+call with TBIK_CHECK=1 (without it gloo ends the process of a rank that is sent more bytes than it expects).
+TransportTimeout, TransportError where bytes do not arrive; each wait ends after the group's timeout. A call that raises
+leaves the input and `out` unchanged.
 
 Bits: covers are layout-invariant and batch-invariant. A plain tensor is deterministic and independent of size and
 placement, but W is in its bits (tests/test_collectives.py).
@@ -51,10 +52,11 @@ from tbik.tree import ORDER_VERSION, Node
 Op = Literal["sum", "avg"]
 Placement = Literal["auto", "one_shot", "two_shot"]
 
-ONE_SHOT_BYTES = 64 * 1024
-"""Largest cover (bytes of one rank) that placement="auto" sends to everybody. No choice here can change a bit."""
+ONE_SHOT_BYTES = 256 * 1024
+"""Largest cover (bytes of one rank) that placement="auto" sends to everybody: over gloo, where both placements cost the
+same on one machine. No choice here can change a bit."""
 
-SEGMENT_BYTES = 1 << 28
+SEGMENT_BYTES = 1 << 26
 """A longer message travels in segments of this many bytes per rank: bounds the buffers and every transport's counts."""
 
 _HEADER_BYTES = 16
@@ -114,10 +116,11 @@ def all_reduce(
     """root = cast(node(0, L) / avg + bias) on every rank.
 
     x: a Cover [k, ...], or a plain tensor [...] as leaf r of W.
-    plan: compared between the ranks once per group. A cover's dtype must be plan.acc_dtype.
+    plan: compared between the ranks once per group and runs. A cover's dtype must be plan.acc_dtype.
     op: "avg" divides the root by W, once.
     placement: who adds; cannot change a bit.
     out_dtype: of the root; by default x's own. bias: [N], N = last dimension of the root, the same on all ranks.
+    group: None is the default group; for a cover with one run, or without a default group, this rank alone.
     runs: leaf run of every rank (Layout.mlp and so on); saves the exchange of node lists that a cover otherwise needs.
     wire: the tree is one that plan.wire_dtype narrows (ORDER.md A6); the cover then holds bf16 values already.
     out: receives the root after everything succeeded, and is returned; out=x is the in-place form of a plain tensor.
@@ -232,7 +235,7 @@ def _request(
     tensor = tensor.detach()
     if isinstance(x, Cover):
         shape, nodes, leaves, acc_dtype = tensor.shape[1:], x.nodes, x.leaves, tensor.dtype
-        nodes_by_rank = None if runs is None else _nodes_of_runs(tuple((int(a), int(b)) for a, b in runs), leaves)
+        nodes_by_rank = None if runs is None else _nodes_of_runs(_runs(runs), leaves)
         if nodes_by_rank is not None and len(nodes_by_rank) != link.size:
             raise PlanError(f"{where}: expected one run per rank, {link.size}, got {len(nodes_by_rank)}")
         if nodes_by_rank is not None and nodes_by_rank[link.rank] != nodes:
@@ -298,7 +301,7 @@ def _request(
         ("out_dtype", str(out_dtype)),
         ("bias", "no" if bias is None else str(bias.dtype)),
         ("wire", "bfloat16" if narrow else "as it is"),
-        ("runs", "exchanged" if nodes_by_rank is None else "known"),
+        ("runs", "exchanged" if runs is None else str(_runs(runs))),
     )
     return _Request(
         rows_kn,
@@ -359,6 +362,13 @@ def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: boo
     return _Order(tuple((rank, row) for _, _, rank, row in held), program)
 
 
+def _runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    try:
+        return tuple((int(lo), int(hi)) for lo, hi in runs)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"runs: expected one (lo, hi) of leaves per rank, got {runs!r}") from error
+
+
 @lru_cache(maxsize=1024)
 def _nodes_of_runs(runs: tuple[Run, ...], leaves: int) -> tuple[tuple[Node, ...], ...]:
     """The cover of each rank's run. PlanError unless the runs hold each leaf once."""
@@ -392,8 +402,7 @@ def _fold(order: _Order, parts: Sequence[Tensor], request: _Request, bounds: Run
             inputs = [value.view(-1, bias.numel()) for value in inputs]
         else:
             bias = _periodic(bias, *bounds)
-    root: Tensor = _C.fold(inputs, order.schedule, request.average, bias, request.out_dtype)
-    return root.view(-1)
+    return _C.fold(inputs, order.schedule, request.average, bias, request.out_dtype).view(-1)
 
 
 def _periodic(bias: Tensor, lo: int, hi: int) -> Tensor:
@@ -417,7 +426,10 @@ def _perform(
     out: Tensor | None,
 ) -> tuple[Tensor, _Link]:
     with torch.no_grad():
-        link = _Link.open(group, call.collective, alone=isinstance(x, Cover))
+        # A cover shows whether it is all there, so it may do without a group; runs say how many ranks there are.
+        one_run = runs is not None and len(runs) == 1
+        alone = group is None and isinstance(x, Cover) and (one_run or not _has_default_group())
+        link = _Link(None, 0, 1, _State(), call.collective) if alone else _Link.open(group, call.collective)
         request: _Request | None = None
         refusal: PlanError | None = None
         try:
@@ -458,17 +470,20 @@ def _everywhere(call: _Call, link: _Link, order: _Order, request: _Request, coun
     if placement == "auto":
         small = max(counts) * n * request.rows.element_size() <= ONE_SHOT_BYTES
         placement = "one_shot" if small else "two_shot"
-    pieces = []
-    for lo, hi in _segments(0, n, step):
+    segments = _segments(0, n, step)
+    root = torch.empty(n if len(segments) > 1 else 0, dtype=request.out_dtype)
+    for lo, hi in segments:
         if placement == "one_shot":
             parts = _gather_covers(link, request.rows[:, lo:hi], counts)
             link.require_one_call(request.loss)
-            pieces.append(_fold(order, parts, request, (lo, hi)))
+            piece = _fold(order, parts, request, (lo, hi))
         else:
             bounds = _even_split(lo, hi, link.size)
-            chunk = _my_chunk(link, order, request, counts, bounds, step)
-            pieces.append(_gather_chunks(link, chunk, bounds))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            piece = _gather_chunks(link, _my_chunk(link, order, request, counts, bounds, step), bounds)
+        if len(segments) == 1:
+            return piece
+        root[lo:hi] = piece
+    return root
 
 
 def _my_chunk(
@@ -515,7 +530,7 @@ def _exchange_chunks(link: _Link, rows: Tensor, counts: Sequence[int], bounds: S
     send_sizes = [_HEADER_BYTES + _aligned(len(rows) * (hi - lo) * item) for lo, hi in bounds]
     receive_sizes = [_HEADER_BYTES + _aligned(count * mine * item) for count in counts]
     send = torch.empty(sum(send_sizes), dtype=torch.uint8)
-    for message, (lo, hi) in zip(send.split(send_sizes), bounds, strict=True):
+    for message, (lo, hi) in zip(torch.split(send, send_sizes), bounds, strict=True):
         link.write(message, rows[:, lo:hi])
     received = link.all_to_all(send, send_sizes, receive_sizes, "all-to-all of chunks")
     return [link.read(message, rank, (counts[rank], mine), rows.dtype) for rank, message in enumerate(received)]
@@ -541,11 +556,15 @@ class _State:
     calls: int = 0
     bytes_sent: int = 0
     broken: str = ""
-    plans: set[str] = field(default_factory=set)
+    compared: set[tuple[str, tuple[Run, ...] | None]] = field(default_factory=set)  # plan and runs
     agreements: dict[tuple[bytes, ...], list[dict[str, Any]]] = field(default_factory=dict)
 
 
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, _State] = weakref.WeakKeyDictionary()
+
+
+def _has_default_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 class _Link:
@@ -559,12 +578,12 @@ class _Link:
         self.counted = False
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup | None, collective: str, alone: bool = False) -> _Link:
-        """alone: without any process group a call is a world of one; only safe where the data says it is complete."""
-        if group is None and not (dist.is_available() and dist.is_initialized()):
-            if alone:
-                return cls(None, 0, 1, _State(), collective)
-            raise PlanError(f"{collective}: there is no process group; call torch.distributed.init_process_group first")
+    def open(cls, group: dist.ProcessGroup | None, collective: str) -> _Link:
+        if group is None and not _has_default_group():
+            raise PlanError(
+                f"{collective}: there is no process group, and only a Cover can show that nothing is missing; call "
+                "torch.distributed.init_process_group first, or pass group"
+            )
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):
             raise PlanError(
@@ -582,7 +601,7 @@ class _Link:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Counts the call; whatever breaks it off between two messages leaves the group unusable, and says so."""
+        """Whatever breaks the call off between two messages leaves the ranks out of step: later calls are refused."""
         if self.state.broken:
             raise TransportError(
                 f"{self.collective} on rank {self.rank} of {self.size}: an earlier call on this group failed "
@@ -642,7 +661,7 @@ class _Link:
             phase,
         )
         self.state.bytes_sent += sum(send_sizes) - send_sizes[self.rank]
-        return received.split(receive_sizes)
+        return torch.split(received, receive_sizes)
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record. Records that were exchanged before cost one short message."""
@@ -709,9 +728,9 @@ def _agree(
     refusal: PlanError | None,
 ) -> tuple[tuple[Node, ...], ...]:
     """The nodes of every rank. PlanError on all ranks where one refuses or two disagree, if an exchange is due."""
-    plan = "none" if call.plan is None else call.plan.fingerprint()
+    key = ("" if call.plan is None else call.plan.fingerprint(), None if runs is None else _runs(runs))
     check = os.environ.get("TBIK_CHECK") == "1"
-    if not (plan not in link.state.plans or check or (isinstance(x, Cover) and runs is None)):
+    if key in link.state.compared and not check and not (isinstance(x, Cover) and runs is None):
         if refusal is not None:
             raise refusal
         assert request is not None and request.nodes_by_rank is not None
@@ -722,7 +741,7 @@ def _agree(
         record |= {"terms": [*request.terms, *number], "nodes": [list(node) for node in request.nodes]}
     records = link.exchange(record)
     _require_same(call.collective, records)
-    link.state.plans.add(plan)
+    link.state.compared.add(key)
     assert request is not None
     if request.nodes_by_rank is not None:
         return request.nodes_by_rank

@@ -4,8 +4,8 @@
     tree:     node(lo, hi) = node(lo, mid) + node(mid, hi)
     epilogue: out = cast(root / avg + bias)
 
-Every value comes from element-wise + - * /, comparisons and bit patterns, which IEEE 754 fixes one element at a time, so
-that no result depends on vector width, position in a tensor or threads. No torch.sum, matmul, exp, log or softmax.
+Every value comes from element-wise + - * /, comparisons and bit patterns, which IEEE 754 fixes element by element: no
+result depends on vector width, position in a tensor or threads. No torch.sum, matmul, exp, log or softmax.
 
 Suffixes: M rows, N output features, K contraction, T tokens. Specification: ORDER.md; the numbers are its paragraphs.
 Bits: layout-invariant by construction, it is the definition (tests/test_reference.py).
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal, overload
@@ -110,8 +111,10 @@ def fma64(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     Layout-invariant.
     """
     _require_dtype("fma64", torch.float64, a, b, c)
-    a, b, c = torch.broadcast_tensors(a, b, c)
-    product = a * b
+    shape = (a + b + c).shape
+    a, b, c = (t.expand(shape) for t in (a, b, c))
+    # A finite product is finite, however large, and meets an infinite c as such.
+    product = torch.where(torch.isfinite(a) & torch.isfinite(b) & ~torch.isfinite(c), 0.0, a * b)
     # With a zero, an infinity or a NaN there is nothing to round in the product, and one addition rounds the sum.
     trivial = (a == 0) | (b == 0) | ~torch.isfinite(a) | ~torch.isfinite(b) | ~torch.isfinite(c)
     # The product's last bit must be a normal number, and nothing may overflow on the way.
@@ -208,7 +211,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
     """node = left + right, round to nearest even, gradual underflow (A4). Same dtype and shape in and out."""
     if left.dtype != right.dtype or left.shape != right.shape:
         raise PlanError(
-            f"reference.add: expected two values alike, got {left.dtype} {_shape(left)} and {right.dtype} {_shape(right)}"
+            f"reference.add: expected values alike, got {left.dtype} {_shape(left)} and {right.dtype} {_shape(right)}"
         )
     return left + right
 
@@ -301,7 +304,7 @@ def linear(
     _require_plan("linear", plan, acc_dtype)
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
         raise PlanError(f"reference.linear: expected x [..., K] and w [N, K], got {_shape(x)} and {_shape(w)}")
-    x_MK = x.reshape(-1, w.shape[1])
+    x_MK = _rows(x)
     cuts = plan.cuts(w.shape[1])
     lo, hi = _leaf_range("linear", leaf_range, plan.leaves, bias)
     leaf_values = [
@@ -362,9 +365,7 @@ def linear_dx(
     for i in range(lo, hi):
         slices = [slice(*plan.cuts(w.shape[0])[i : i + 2]) for w in weights]
         # One accumulator that runs on through the members is the chain over their concatenation.
-        dy_Mn = torch.cat(
-            [dy.reshape(-1, dy.shape[-1])[:, s].to(acc_dtype) for dy, s in zip(grad_outputs, slices)], dim=1
-        )
+        dy_Mn = torch.cat([_rows(dy)[:, s].to(acc_dtype) for dy, s in zip(grad_outputs, slices)], dim=1)
         w_nK = torch.cat([w[s].to(acc_dtype) for w, s in zip(weights, slices)])
         leaf_values.append(chain(dy_Mn, w_nK.T).reshape(*lead, w_nK.shape[1]))
     rounds = round_wire and plan.wire_dtype is not None
@@ -389,7 +390,7 @@ def linear_dw(
     plan: TreePlan,
     leaf_range: tuple[int, int] | None = None,
 ) -> Tensor | dict[Node, Tensor]:
-    """dw[n, k] = root over samples of the root over blocks of 512 tokens of the chain over t of dy[t, n] * x[t, k] (S1).
+    """dw[n, k] = root over samples of the root over blocks of 512 tokens of the chain of dy[t, n] * x[t, k]   (S1).
 
     dy [..., N] and x [..., K] over T tokens in all; sample s is the tokens [sample_offsets[s], sample_offsets[s+1]),
     possibly none; tokens outside every sample are padding. -> acc_dtype [N, K] (S2). plan.grad_wire_dtype rounds sample
@@ -399,7 +400,7 @@ def linear_dw(
     _require_plan("linear_dw", plan, acc_dtype)
     if dy.shape[:-1] != x.shape[:-1]:
         raise PlanError(f"reference.linear_dw: expected dy [T, N] and x [T, K], got {_shape(dy)} and {_shape(x)}")
-    dy_NT, x_KT = dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]).T
+    dy_NT, x_KT = _rows(dy).T, _rows(x).T
     offsets = [int(o) for o in sample_offsets]
     if len(offsets) < 2 or offsets != sorted(offsets) or offsets[0] < 0 or offsets[-1] > dy_NT.shape[1]:
         raise PlanError(
@@ -614,7 +615,7 @@ def silu(x: Tensor) -> Tensor:
 
 @plain_arithmetic()
 def sin_cos_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """(sin(a), cos(a)), a = fp32(position) * inv_freq rounded to fp32   (C5; at most 2 ulp of the rounded angle's value).
+    """(sin(a), cos(a)), a = fp32(position) * inv_freq rounded to fp32   (C5; at most 2 ulp for the rounded angle).
 
     positions [...] integers below 2^24, inv_freq [D] fp32 -> two fp32 [..., D]. The reduction by multiples of pi/2 is
     done in float64, the polynomials in fp32. Errors: PlanError for |a| > 2^20 or not finite. Layout-invariant.
@@ -771,6 +772,11 @@ def _leaf_range(
     if leaf_range is not None and bias is not None:
         raise PlanError(f"reference.{where}: the bias is added at the root, so a cover has none")
     return lo, hi
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K], also for K = 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _shape(tensor: Tensor) -> list[int]:

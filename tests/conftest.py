@@ -1,4 +1,4 @@
-"""What every test shares: no network, one hypothesis profile, markers, one torch thread where a test asks for it."""
+"""What every test shares: no network, one hypothesis profile, markers, a process that flushes subnormals."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "cpu_flag(name): needs a CPU flag, as listed in /proc/cpuinfo",
     ):
         config.addinivalue_line("markers", marker)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch.get_num_threads() == 1 inside the test, restored afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

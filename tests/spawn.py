@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 DEADLINE_S = 60.0
 _GRACE_S = 5.0  # for the others once one rank has failed
@@ -223,7 +224,7 @@ def _group(
     """The group of ranks 0..size-1. A full-size group is also the default group, so that group=None means it."""
     if size not in groups:
         limit = datetime.timedelta(seconds=timeout)
-        store = dist.FileStore(os.path.join(folder, f"store-{size}"), size)
+        store = FileStore(os.path.join(folder, f"store-{size}"), size)
         if size == world:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
             assert dist.group.WORLD is not None
@@ -233,10 +234,10 @@ def _group(
     return groups[size]
 
 
-def _plain_group(store: dist.Store, rank: int, size: int, limit: datetime.timedelta) -> dist.ProcessGroup:
+def _plain_group(store: Store, rank: int, size: int, limit: datetime.timedelta) -> dist.ProcessGroup:
     """A gloo group that needs no default group, so that the other ranks of the pool need not take part."""
-    group = dist.ProcessGroup(dist.PrefixStore(f"{size}/", store), rank, size)
-    backend = dist.ProcessGroupGloo(dist.PrefixStore(f"{size}/gloo/", store), rank, size, limit)
+    group = dist.ProcessGroup(PrefixStore(f"{size}/", store), rank, size)
+    backend = dist.ProcessGroupGloo(PrefixStore(f"{size}/gloo/", store), rank, size, limit)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group

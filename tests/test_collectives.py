@@ -20,7 +20,7 @@ from spawn import Outcome, Pool, RankDied, outcomes, run_ranks
 from torch import Tensor
 
 from tbik import collectives, reference, tree
-from tbik.collectives import Cover, all_reduce, bytes_sent, reduce, reduce_scatter, reset_bytes_sent
+from tbik.collectives import Cover, Op, Placement, all_reduce, bytes_sent, reduce, reduce_scatter, reset_bytes_sent
 from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.plan import TreePlan, leaf_runs
 from tbik.tree import Node
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.multiprocess
 
 MAX_WORLD = 9
 WORLDS = range(1, MAX_WORLD + 1)
-PLACEMENTS = ("one_shot", "two_shot", "auto")
+OPS: tuple[Op, ...] = ("sum", "avg")
+PLACEMENTS: tuple[Placement, ...] = ("one_shot", "two_shot")  # "auto" is one of them; see the prefix test
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 SHAPES = ((), (0,), (1,), (7,), (4, 0, 3), (10, 100))
@@ -51,7 +52,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    op: str = "sum"
+    op: Op = "sum"
     out_dtype: torch.dtype | None = None
     bias: bool = False
     narrow: bool = False
@@ -105,7 +106,7 @@ def cover_job(group: dist.ProcessGroup, case: Case, threshold: int | None = None
     segment = collectives.SEGMENT_BYTES
     collectives.SEGMENT_BYTES = threshold or segment
     try:
-        results = {p: all_reduce(cover, group, placement=p, **options) for p in PLACEMENTS}  # type: ignore[arg-type]
+        results: dict[str, Tensor] = {p: all_reduce(cover, group, placement=p, **options) for p in PLACEMENTS}
         if case.shape and case.shape[0] % group.size() == 0:
             results["reduce_scatter"] = reduce_scatter(cover, group, **options)
         dst = case.seed % group.size()
@@ -154,8 +155,8 @@ def plain_job(group: dist.ProcessGroup, shapes: Any, dtypes: Any) -> list[Tensor
     for shape in shapes:
         for dtype in dtypes:
             x = plain_value(group.rank(), shape, dtype)
-            for op in ("sum", "avg") if dtype.is_floating_point else ("sum",):
-                results += [all_reduce(x, group, op=op, placement=p) for p in PLACEMENTS]  # type: ignore[arg-type]
+            for op in OPS if dtype.is_floating_point else OPS[:1]:
+                results += [all_reduce(x, group, op=op, placement=p) for p in PLACEMENTS]
     return results
 
 
@@ -167,8 +168,8 @@ def test_verify_all_reduce_equals_reference(ranks: Pool, world: int) -> None:
         for shape in shapes:
             for dtype in dtypes:
                 values = plain_values(world, shape, dtype)
-                for op in ("sum", "avg") if dtype.is_floating_point else ("sum",):
-                    expected += [reference.all_reduce(values, op)] * len(PLACEMENTS)  # type: ignore[arg-type]
+                for op in OPS if dtype.is_floating_point else OPS[:1]:
+                    expected += [reference.all_reduce(values, op)] * len(PLACEMENTS)
         for rank, result in enumerate(results):
             assert len(result) == len(expected)
             for got, want in zip(result, expected, strict=True):
@@ -179,7 +180,7 @@ def control_job(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[Tensor]]
     x = plain_value(group.rank(), LONG, torch.float32)
     gloo = x.clone()
     dist.all_reduce(gloo, group=group)
-    lengths = (1, 7, 1000, 16_384, 16_385, 50_000)
+    lengths = (1, 7, 1000, 20_000, 65_536, 65_537)  # 256 KiB is where the placement changes
     return gloo, all_reduce(x, group), [all_reduce(x[:length], group) for length in lengths]
 
 
@@ -215,7 +216,7 @@ def test_verify_placements_agree(ranks: Pool, world: int) -> None:
     shape=st.sampled_from([(), (0,), (1,), (7,), (6, 5), (60,), (3, 2, 4)]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 1000),
-    op=st.sampled_from(["sum", "avg"]),
+    op=st.sampled_from(OPS),
     narrow=st.booleans(),
     bias=st.booleans(),
     low=st.booleans(),
@@ -228,7 +229,7 @@ def test_verify_any_partition(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     seed: int,
-    op: str,
+    op: Op,
     narrow: bool,
     bias: bool,
     low: bool,
@@ -285,7 +286,7 @@ def flush_job(group: dist.ProcessGroup) -> tuple[bool, list[Tensor]]:
         results = []
         for dtype in FLOATS:
             x = subnormals(dtype)
-            results += [all_reduce(x, group, op=op) for op in ("sum", "avg")]  # type: ignore[arg-type]
+            results += [all_reduce(x, group, op=op) for op in OPS]
         subnormal = torch.full((2, 8), 3 << 16, dtype=torch.int32).view(torch.float32)  # also in bf16
         cover = Cover(subnormal[group.rank() :][:1], (Node(0, group.rank()),), 2)
         plan = TreePlan(leaves=2, wire_dtype="bfloat16")
@@ -303,7 +304,7 @@ def test_verify_subnormals_survive(ranks: Pool) -> None:
     expected = []
     for dtype in FLOATS:
         x = subnormals(dtype)
-        expected += [reference.all_reduce([x, x], op) for op in ("sum", "avg")]  # type: ignore[arg-type]
+        expected += [reference.all_reduce([x, x], op) for op in OPS]
         assert (expected[-1] != 0).all()
     expected.append(torch.full((8,), 6, dtype=torch.int16).view(torch.bfloat16))
     for got, want in zip(results, expected, strict=True):
@@ -331,6 +332,10 @@ def forms_job(group: dist.ProcessGroup) -> None:
     result = all_reduce(leaf, group)
     assert not result.requires_grad
     assert_bitwise_equal(result, expected, "requires_grad")
+    for dtype in (torch.float32, torch.int32):
+        own = torch.ones(3, dtype=dtype)
+        all_reduce(own, group).zero_()
+        assert (own == 1).all(), "the result is the input's memory"
     out = torch.empty(10, 6).t()
     assert all_reduce(x, group, out=out) is out
     assert_bitwise_equal(out, expected, "out")
@@ -358,11 +363,11 @@ def bytes_job(group: dist.ProcessGroup) -> list[int]:
     run = ((0, 2), (2, 4), (4, 6), (6, 8))
     cover = Cover(torch.ones(1, 4000), tree.cover(*run[group.rank()]), 8)
     sent = []
-    for placement in ("one_shot", "two_shot"):
+    for placement in PLACEMENTS:
         for which in (plan, narrow):
             for _ in range(2):  # the first call also compares the plans
                 reset_bytes_sent(group)
-                all_reduce(cover, group, plan=which, runs=run, placement=placement, wire=True)  # type: ignore[arg-type]
+                all_reduce(cover, group, plan=which, runs=run, placement=placement, wire=True)
             sent.append(bytes_sent(group))
     return sent
 
@@ -383,7 +388,7 @@ def test_verify_a_world_of_one_needs_no_group() -> None:
     options: dict[str, Any] = {"plan": case.plan, "bias": case.bias_values(), "out_dtype": torch.bfloat16}
     assert_bitwise_equal(all_reduce(case.cover(0), **options), case.root(1))
     assert_bitwise_equal(reduce_scatter(case.cover(0), **options), case.root(1))
-    with pytest.raises(PlanError, match="no process group"):
+    with pytest.raises(PlanError, match="there is no process group"):
         all_reduce(torch.ones(3))
     with pytest.raises(PlanError, match=r"no rank holds leaves \[4, 8\)"):
         all_reduce(Cover(torch.ones(1, 3), (Node(2, 0),), 8))
@@ -393,10 +398,10 @@ def test_verify_a_world_of_one_needs_no_group() -> None:
 
 
 def refused(results: list[Outcome], *patterns: str) -> None:
-    """Every rank raised a PlanError that says all of `patterns`, within a second."""
+    """Every rank raised a PlanError that says all of `patterns`, long before the group's timeout of 30 s."""
     for rank, result in enumerate(results):
         assert isinstance(result.error, PlanError), f"rank {rank}: {result}"
-        assert result.elapsed < 1.0, f"rank {rank} took {result.elapsed:.1f} s"
+        assert result.elapsed < 10.0, f"rank {rank} took {result.elapsed:.1f} s"
         for pattern in patterns:
             assert pattern in str(result.error), f"rank {rank}: {pattern!r} not in {result.error}"
 
@@ -408,11 +413,11 @@ def odd_one_out_job(
     if env:
         os.environ["TBIK_CHECK"] = "1"
     try:
-        settings = {"x": torch.ones(4), "plan": TreePlan()} | usual
+        arguments: dict[str, Any] = {"x": torch.ones(4), "plan": TreePlan()} | usual
         if warm:
-            all_reduce(group=group, **settings)
+            all_reduce(group=group, **arguments)
         try:
-            all_reduce(group=group, **(settings | (odd if group.rank() == 1 else {})))
+            all_reduce(group=group, **(arguments | (odd if group.rank() == 1 else {})))
         except PlanError:
             all_reduce(torch.ones(4), group)  # refused by all, so the ranks are still in step
             raise
@@ -462,6 +467,19 @@ def test_verify_later_mismatch_is_seen_in_the_messages(name: str) -> None:
     refused(outcomes(odd_one_out_job, 3, {"placement": "two_shot"}, odd, True, False), *patterns)
 
 
+def other_runs_job(group: dist.ProcessGroup, odd: bool) -> None:
+    rank = group.rank()
+    all_reduce(torch.ones(4), group, plan=TreePlan(leaves=3))
+    runs = [(0, 1), (1, 2), (2, 3)]
+    cover = Cover(torch.ones(1, 4), (Node(0, rank),), 3)
+    all_reduce(cover, group, plan=TreePlan(leaves=3), runs=runs[::-1] if odd and rank == 1 else runs)
+
+
+def test_verify_runs_mismatch_is_refused() -> None:
+    run_ranks(other_runs_job, 3, False)
+    refused(outcomes(other_runs_job, 3, True), "runs: ((0, 1), (1, 2), (2, 3)) on ranks 0, 2; ((2, 3), (1, 2), (0, 1))")
+
+
 def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
     rank = group.rank()
     if what == "avg":
@@ -472,6 +490,8 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
         all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 4), group)
     elif what == "runs":
         all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, runs=[(0, 1), (1, 2), (1, 3)])
+    elif what == "shape of runs":
+        all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, runs=[0, 1, 2])  # type: ignore[list-item]
     elif what == "my run":
         all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, runs=[(1, 2), (2, 3), (0, 1)])
     elif what == "scatter":
@@ -497,6 +517,7 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
         ("overlap", "leaf 1 of 3 is held twice, by ranks 1 and 2"),
         ("missing", "no rank holds leaves [3, 4) of 4"),
         ("runs", "leaf 1 of 3 is held twice, by ranks 1 and 2"),
+        ("shape of runs", "expected one (lo, hi) of leaves per rank, got [0, 1, 2]"),
         ("my run", "rank 0 holds [(0, 0)], but its run says [(0, 1)]"),
         ("scatter", "3 ranks do not divide dimension 0 of the root, [4, 2]"),
         ("acc_dtype", "the plan's acc_dtype is float32, the cover holds torch.float64"),
@@ -527,7 +548,7 @@ def test_verify_cover_is_checked_at_construction() -> None:
 # --- failures: an error within the timeout, the input as it was -------------------------------------------------------
 
 
-def failing_job(group: dist.ProcessGroup, how: str, placement: Any) -> tuple[str, float, bool, str]:
+def failing_job(group: dist.ProcessGroup, how: str, placement: Placement) -> tuple[str, float, bool, str]:
     x = torch.arange(30_000.0)
     all_reduce(x, group, placement=placement)
     if group.rank() == 1:
@@ -578,6 +599,8 @@ def lifetime_job(group: dist.ProcessGroup) -> None:
         gc.collect()
         assert alive() is None
         assert len(collectives._states) == states - 1
+    case = Case(5, (0,) * 5, (3,), runs=((0, 5),))  # one run: this rank alone, though there is a default group
+    assert_bitwise_equal(all_reduce(case.cover(0), plan=case.plan, runs=case.runs), case.root(1))
     single = dist.new_group([0])
     if rank == 0:
         assert_bitwise_equal(all_reduce(torch.ones(4), single), torch.ones(4))

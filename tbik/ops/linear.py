@@ -142,10 +142,9 @@ def linear_cover(
     _require_run(where, plan, run, "x", x.shape[-1])
     if isinstance(w, PackedWeight):
         _require_pack(where, w, x, plan, compute_dtype, run, parallel)
-        cover: Tensor = _linear_packed(x, w.handle, None, w.shape[0], _num_nodes(run), acc_dtype(plan))
-        return cover
+        return _call_packed(x, w, None, _num_nodes(run), acc_dtype(plan))
     _require_weight(where, "w", w, x, compute_dtype, plan)
-    cover = _linear_cover(x, w, key, compute_dtype, *run, parallel)
+    cover: Tensor = _linear_cover(x, w, key, compute_dtype, *run, parallel)
     return cover
 
 
@@ -302,7 +301,16 @@ def _packed_linear(
     run = CoverRun(w.shape[1], 0, plan.leaves)
     _require_pack(where, w, x, plan, compute, run, parallel == "row")
     _require_bias(where, bias, w.shape[0], x, plan)
-    y: Tensor = _linear_packed(x, w.handle, bias, w.shape[0], 0, out)
+    return _call_packed(x, w, bias, 0, out)
+
+
+def _call_packed(x: Tensor, w: PackedWeight, bias: Tensor | None, num_nodes: int, out_dtype: torch.dtype) -> Tensor:
+    # Straight to the kernel where the dispatcher has nothing to do: it would cost more than a small product.
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        tensors = (x,) if bias is None else (x, bias)
+        if all(type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and not t.is_neg() for t in tensors):
+            return _packed_kernel(x, w.handle, bias, w.shape[0], num_nodes, out_dtype)
+    y: Tensor = _linear_packed(x, w.handle, bias, w.shape[0], num_nodes, out_dtype)
     return y
 
 
@@ -327,13 +335,31 @@ def _require_pack(
 # --- operators ------------------------------------------------------------------------------------------------------
 # narrow, narrow_y, narrow_dx: this tree may cross ranks in some layout, so plan.wire_dtype rounds it (A6).
 # sample_offsets None: from the shape of x, so that a compiled graph stays free of the batch size.
+# Not torch.library.custom_op: its wrapper costs more than a small product, and a decode step makes hundreds of them.
+
+_LIBRARY = torch.library.Library("tbik", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-@torch.library.custom_op(
-    "tbik::linear",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, Tensor w, Tensor? bias, str plan, ScalarType compute, ScalarType out_dtype, "
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Defines torch.ops.tbik.<name> with the decorated function as its CPU kernel; gives the operator."""
+
+    def define(kernel: Callable[..., Any]) -> Any:
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+        return getattr(torch.ops.tbik, name).default
+
+    return define
+
+
+def _fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated function as what gives the operator's output shapes."""
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(operator, lib=_LIBRARY)
+    return register
+
+
+@_operator(
+    "linear",
+    "(Tensor x, Tensor w, Tensor? bias, str plan, ScalarType compute, ScalarType out_dtype, "
     "SymInt[]? sample_offsets, bool narrow_y, bool narrow_dx) -> Tensor",
 )
 def _linear(
@@ -351,7 +377,7 @@ def _linear(
     y_MN = _contract(
         [_rows(x)],
         [w],
-        [list(p.cuts(w.shape[1]))],
+        [_cuts(p, w.shape[1])],
         _run_schedule(0, p.leaves, p.leaves, True, _rounds(p, narrow_y)),
         compute,
         out_dtype,
@@ -360,7 +386,7 @@ def _linear(
     return y_MN.view(*x.shape[:-1], w.shape[0])
 
 
-@_linear.register_fake
+@_fake(_linear)
 def _linear_fake(
     x: Tensor,
     w: Tensor,
@@ -391,15 +417,13 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx, dw, db, None, None, None, None, None, None
 
 
-_linear.register_autograd(_linear_backward, setup_context=_linear_setup)
+torch.library.register_autograd(_linear, _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)
 
 
-@torch.library.custom_op(
-    "tbik::linear_group",
-    mutates_args=(),
-    device_types="cpu",
+@_operator(
+    "linear_group",
     # a list of optional tensors is not differentiable, hence the flags
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str plan, ScalarType compute, "
+    "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str plan, ScalarType compute, "
     "SymInt[]? sample_offsets, bool narrow_dx) -> Tensor[]",
 )
 def _linear_group(
@@ -419,7 +443,7 @@ def _linear_group(
     ]
 
 
-@_linear_group.register_fake
+@_fake(_linear_group)
 def _linear_group_fake(
     x: Tensor,
     weights: list[Tensor],
@@ -456,16 +480,10 @@ def _linear_group_backward(ctx: Any, grad_outputs: list[Tensor]) -> tuple[Any, .
     return dx, dw, db, None, None, None, None, None
 
 
-_linear_group.register_autograd(_linear_group_backward, setup_context=_linear_group_setup)
+torch.library.register_autograd(_linear_group, _linear_group_backward, setup_context=_linear_group_setup, lib=_LIBRARY)
 
 
-@torch.library.custom_op(
-    "tbik::linear_packed",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, int pack, Tensor? bias, int n, int num_nodes, ScalarType out_dtype) -> Tensor",
-)
-def _linear_packed(x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes: int, out_dtype: torch.dtype) -> Tensor:
+def _packed_kernel(x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes: int, out_dtype: torch.dtype) -> Tensor:
     """num_nodes 0: the root with its epilogue; else that many nodes of the pack's cover."""
     entry = _packs.get(pack)
     if entry is None:
@@ -475,18 +493,22 @@ def _linear_packed(x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes:
     return out.view(*((num_nodes,) if num_nodes else ()), *x.shape[:-1], n)
 
 
-@_linear_packed.register_fake
+_linear_packed = _operator(
+    "linear_packed",
+    "(Tensor x, int pack, Tensor? bias, int n, int num_nodes, ScalarType out_dtype) -> Tensor",
+)(_packed_kernel)
+
+
+@_fake(_linear_packed)
 def _linear_packed_fake(
     x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes: int, out_dtype: torch.dtype
 ) -> Tensor:
     return x.new_empty((*((num_nodes,) if num_nodes else ()), *x.shape[:-1], n), dtype=out_dtype)
 
 
-@torch.library.custom_op(
-    "tbik::linear_cover",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, Tensor w, str plan, ScalarType compute, int length, int lo, int hi, bool narrow) -> Tensor",
+@_operator(
+    "linear_cover",
+    "(Tensor x, Tensor w, str plan, ScalarType compute, int length, int lo, int hi, bool narrow) -> Tensor",
 )
 def _linear_cover(
     x: Tensor, w: Tensor, plan: str, compute: torch.dtype, length: int, lo: int, hi: int, narrow: bool
@@ -497,7 +519,7 @@ def _linear_cover(
     return out.view(_num_nodes(run), *x.shape[:-1], w.shape[0])
 
 
-@_linear_cover.register_fake
+@_fake(_linear_cover)
 def _linear_cover_fake(
     x: Tensor, w: Tensor, plan: str, compute: torch.dtype, length: int, lo: int, hi: int, narrow: bool
 ) -> Tensor:
@@ -505,11 +527,9 @@ def _linear_cover_fake(
     return x.new_empty((_num_nodes(CoverRun(length, lo, hi)), *x.shape[:-1], w.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op(
-    "tbik::linear_dx",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor[] grad_outputs, Tensor[] weights, str plan, ScalarType compute, ScalarType out_dtype, bool narrow) "
+@_operator(
+    "linear_dx",
+    "(Tensor[] grad_outputs, Tensor[] weights, str plan, ScalarType compute, ScalarType out_dtype, bool narrow) "
     "-> Tensor",
 )
 def _linear_dx(
@@ -524,7 +544,7 @@ def _linear_dx(
     dx_MK = _contract(
         [_rows(dy) for dy in grad_outputs],
         weights,
-        [list(p.cuts(w.shape[0])) for w in weights],
+        [_cuts(p, w.shape[0]) for w in weights],
         _run_schedule(0, p.leaves, p.leaves, True, _rounds(p, narrow)),
         compute,
         out_dtype,
@@ -533,7 +553,7 @@ def _linear_dx(
     return dx_MK.view(*grad_outputs[0].shape[:-1], weights[0].shape[1])
 
 
-@_linear_dx.register_fake
+@_fake(_linear_dx)
 def _linear_dx_fake(
     grad_outputs: list[Tensor],
     weights: list[Tensor],
@@ -546,11 +566,9 @@ def _linear_dx_fake(
     return dy.new_empty((*dy.shape[:-1], weights[0].shape[1]), dtype=out_dtype)
 
 
-@torch.library.custom_op(
-    "tbik::linear_dx_cover",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor[] grad_outputs, Tensor[] weights, str plan, ScalarType compute, int[] lengths, int lo, int hi, "
+@_operator(
+    "linear_dx_cover",
+    "(Tensor[] grad_outputs, Tensor[] weights, str plan, ScalarType compute, int[] lengths, int lo, int hi, "
     "bool narrow) -> Tensor",
 )
 def _linear_dx_cover(
@@ -577,7 +595,7 @@ def _linear_dx_cover(
     return out.view(_num_nodes(runs[0]), *grad_outputs[0].shape[:-1], weights[0].shape[1])
 
 
-@_linear_dx_cover.register_fake
+@_fake(_linear_dx_cover)
 def _linear_dx_cover_fake(
     grad_outputs: list[Tensor],
     weights: list[Tensor],
@@ -592,11 +610,9 @@ def _linear_dx_cover_fake(
     return dy.new_empty((num_nodes, *dy.shape[:-1], weights[0].shape[1]), dtype=acc_dtype(TreePlan.from_key(plan)))
 
 
-@torch.library.custom_op(
-    "tbik::linear_dw",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor dy, Tensor x, SymInt[]? sample_offsets, str plan, ScalarType compute) -> Tensor",
+@_operator(
+    "linear_dw",
+    "(Tensor dy, Tensor x, SymInt[]? sample_offsets, str plan, ScalarType compute) -> Tensor",
 )
 def _linear_dw(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: str, compute: torch.dtype) -> Tensor:
     p = TreePlan.from_key(plan)
@@ -607,16 +623,14 @@ def _linear_dw(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: st
     return _contract([_rows(dy)], [_rows(x)], [cuts], schedule, compute, acc_dtype(p), a_k_major=True, b_k_major=True)
 
 
-@_linear_dw.register_fake
+@_fake(_linear_dw)
 def _linear_dw_fake(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: str, compute: torch.dtype) -> Tensor:
     return dy.new_empty((dy.shape[-1], x.shape[-1]), dtype=acc_dtype(TreePlan.from_key(plan)))
 
 
-@torch.library.custom_op(
-    "tbik::bias_grad",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor dy, SymInt[]? sample_offsets, str plan) -> Tensor",
+@_operator(
+    "bias_grad",
+    "(Tensor dy, SymInt[]? sample_offsets, str plan) -> Tensor",
 )
 def _bias_grad(dy: Tensor, sample_offsets: list[int] | None, plan: str) -> Tensor:
     ones = torch.ones((*dy.shape[:-1], 1), dtype=dy.dtype)
@@ -624,7 +638,7 @@ def _bias_grad(dy: Tensor, sample_offsets: list[int] | None, plan: str) -> Tenso
     return db.view(-1)
 
 
-@_bias_grad.register_fake
+@_fake(_bias_grad)
 def _bias_grad_fake(dy: Tensor, sample_offsets: list[int] | None, plan: str) -> Tensor:
     return dy.new_empty((dy.shape[-1],), dtype=acc_dtype(TreePlan.from_key(plan)))
 
@@ -636,23 +650,13 @@ def _refuser(message: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _op in (
-    _linear,
-    _linear_group,
-    _linear_packed,
-    _linear_cover,
-    _linear_dx,
-    _linear_dx_cover,
-    _linear_dw,
-    _bias_grad,
-):
-    _op.register_vmap(
-        _refuser(f"{_op._qualname}: no torch.func.vmap; pass the batch as leading axes of x, samples by sample_offsets")
-    )
-for _op in (_linear_packed, _linear_cover, _linear_dx, _linear_dx_cover, _linear_dw, _bias_grad):
-    _op.register_autograd(
-        _refuser(f"{_op._qualname}: no derivative; ops.linear and ops.linear_group are differentiable once")
-    )
+_NOT_DIFFERENTIABLE = (_linear_packed, _linear_cover, _linear_dx, _linear_dx_cover, _linear_dw, _bias_grad)
+for _op in (_linear, _linear_group, *_NOT_DIFFERENTIABLE):
+    _message = f"{_op}: no torch.func.vmap; pass the batch as leading axes of x, samples by sample_offsets"
+    torch.library.register_vmap(_op, _refuser(_message), lib=_LIBRARY)
+for _op in _NOT_DIFFERENTIABLE:
+    _message = f"{_op}: no derivative; ops.linear and ops.linear_group are differentiable once"
+    torch.library.register_autograd(_op, _refuser(_message), lib=_LIBRARY)
 
 # --- one kernel for all of them -------------------------------------------------------------------------------------
 
@@ -719,6 +723,12 @@ def _offsets(x: Tensor, sample_offsets: Sequence[int] | None) -> list[int]:
     return [0, math.prod(x.shape[:-1])]
 
 
+@lru_cache(maxsize=4096)
+def _cuts(plan: TreePlan, length: int) -> list[int]:
+    return list(plan.cuts(length))
+
+
+@lru_cache(maxsize=4096)
 def _local_cuts(plan: TreePlan, run: CoverRun) -> list[int]:
     """Offsets of the leaves [lo, hi) inside the slice that holds just them."""
     cuts = plan.cuts(run.length)
@@ -748,15 +758,19 @@ def _name(dtype: torch.dtype) -> str:
 def _plan_key(where: str, plan: TreePlan) -> str:
     if not isinstance(plan, TreePlan):
         raise PlanError(f"{where}: plan is a tbik.TreePlan, got {_kind(plan)}; TreePlan() has the default fields")
-    key: str = _key_of(plan.leaves, plan.acc_dtype, plan.wire_dtype, plan.grad_wire_dtype, plan.leaf)
+    key: str = _key_of(plan)
     return key
 
 
-# Dynamo cannot trace json; it reads (and guards) the fields above and takes the text as a constant.
+# Dynamo cannot trace json: it guards the fields of the (frozen) plan and takes the text as a constant.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _key_of(plan: TreePlan) -> str:
+    return _cached_key(plan)
+
+
 @lru_cache(maxsize=256)
-def _key_of(leaves: int, acc: str, wire: str | None, grad_wire: str | None, leaf: str) -> str:
-    return TreePlan(leaves=leaves, acc_dtype=acc, wire_dtype=wire, grad_wire_dtype=grad_wire, leaf=leaf).key()
+def _cached_key(plan: TreePlan) -> str:
+    return plan.key()
 
 
 def _require_dense(where: str, name: str, t: Tensor) -> None:
@@ -768,7 +782,7 @@ def _require_dense(where: str, name: str, t: Tensor) -> None:
         raise PlanError(f"{where}: {name} is a dense tensor, got layout {t.layout}; use {name}.to_dense()")
     if t.dtype not in DTYPES:
         raise PlanError(f"{where}: {name} is bfloat16, float16, float32 or float64, got {t.dtype}; convert it first")
-    if hasattr(t, "device_mesh"):
+    if type(t) not in (Tensor, torch.nn.Parameter) and hasattr(t, "device_mesh"):
         raise PlanError(f"{where}: {name} is a plain tensor, got a DTensor; use {name}.to_local() or tbik.nn")
     if t.device.type not in DEVICES:
         raise PlanError(

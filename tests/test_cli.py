@@ -1,0 +1,116 @@
+"""tbik.cli: exit statuses, one clear message per error, files written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tbik import __version__, cli, models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.random_model("qwen3", tmp_path_factory.mktemp("qwen3"), num_hidden_layers=2, vocab_size=512)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["tbik", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.multiprocess
+def test_verify_command_writes_what_it_says(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, page = tmp_path / "result.json", tmp_path / "report.html"
+    files = ("--json", result, "--report", page)
+    assert (
+        call(monkeypatch, "verify", "--model", folder, "--tp", "1,2,4", "--batch", "1,3", "--new-tokens", 2, *files)
+        == 0
+    )
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    values = json.loads(result.read_text())
+    assert values["claim"] and last.startswith("tbik: 1 unique output of 6; stock: ")
+    assert values["plan"]["fingerprint"] in page.read_text()
+
+
+@pytest.mark.multiprocess
+def test_verify_false_claim_is_exit_status_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "verify", "--model", folder, "--tp", 1, "--batch", 1, "--new-tokens", 1) == 1
+    assert "not shown: stock layers gave one unique output too" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "no/such/model"], "no/such/model"),
+        (["--model", "FOLDER", "--tp", "1,16"], "TP=16"),
+        (["--model", "FOLDER", "--tp", "1;2"], "separated by commas"),
+        (["--model", "FOLDER", "--tp", "1", "--dtype", "int8"], "dtype"),
+        (["--model", "FOLDER", "--tp", "1", "--prompts", "no-such-file"], "no-such-file"),
+        (["--model", "FOLDER", "--tp", "1", "--json", "no/such/folder/x.json"], "found no folder"),
+        (["--model", "FOLDER", "--tp", "1", "--layers", "fast"], "--layers"),
+    ],
+)
+def test_verify_errors_are_one_message_and_exit_status_2(
+    arguments: list[str],
+    named: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, "verify", *(str(folder) if a == "FOLDER" else a for a in arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("tbik: ") and named in printed.err
+    assert "Traceback" not in printed.err and printed.out == ""
+
+
+def test_verify_demo_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(cli, "_verify", lambda model, **arguments: seen.update(model=model, **arguments))
+    assert call(monkeypatch, "demo") == 0
+    assert (seen["model"], seen["tp_sizes"], seen["batch_sizes"], seen["new_tokens"]) == (
+        "smollm2",
+        [1, 2, 3, 9],
+        [1, 3, 8],
+        12,
+    )
+    assert call(monkeypatch, "demo", "--quick") == 0
+    assert seen["tp_sizes"] == [1, 3]
+
+
+def test_verify_doctor_shows_paths_and_shards(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "doctor", "--model", folder, "--tp", "1,2") == 0
+    text = capsys.readouterr().out
+    for named in (__version__, "cpu paths", "portable", "matches", "gloo", "8 query heads", "0..256", "vocab rows"):
+        assert named in text
+    assert call(monkeypatch, "doctor", "--model", folder, "--tp", "16") == 2
+
+
+def test_verify_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--help") == 0
+    text = capsys.readouterr().out
+    assert "tbik verify --model" in text and "doctor" in text
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith(f"tbik {__version__} ")
+    assert call(monkeypatch, "verify", "--help") == 0
+    assert "--new-tokens" in capsys.readouterr().out
+
+
+def test_verify_module_runs_and_starts_without_torch() -> None:
+    """`python -m tbik --version` is quick: neither torch nor transformers is imported."""
+    code = "import sys, tbik.cli; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False"]
+    run = subprocess.run([sys.executable, "-m", "tbik", "--version"], capture_output=True, text=True, check=True)
+    assert __version__ in run.stdout

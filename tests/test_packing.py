@@ -1,0 +1,411 @@
+"""Packs are never stale: an unfrozen module caches nothing, a frozen weight can be neither written nor trained."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from assertions import assert_bits_differ, assert_bitwise_equal
+from cases import wide_exponents
+from spawn import run_ranks
+from torch import Tensor
+
+import tbik
+from tbik import TreePlan, nn, ops
+from tbik.errors import PlanError
+from tbik.ops import linear as linear_function
+from tbik.ops.linear import CoverRun, linear_cover
+from tbik.packing import FrozenWeight
+
+PLAN = TreePlan(leaves=6, wire_dtype="bfloat16")
+
+
+def model(compute: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        nn.Linear(24, 12, plan=PLAN, compute_dtype=compute),
+        torch.nn.ReLU(),
+        nn.Linear(12, 5, bias=False, plan=PLAN, compute_dtype=compute, parallel="row"),
+    )
+
+
+def infer(module: torch.nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = module(x)
+        return y
+
+
+def uncached(module: torch.nn.Sequential, x: Tensor) -> Tensor:
+    """What the module's present parameters give, by the operator on fresh copies."""
+    first, _, last = module
+    with torch.no_grad():
+        h = ops.linear(x, first.weight.clone(), first.bias.clone(), plan=PLAN).relu()
+        return ops.linear(h, last.weight.clone(), plan=PLAN, parallel="row")
+
+
+X = wide_exponents((3, 24), torch.float32, 1, spread=8)
+
+
+# --- same bits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("parallel", [None, "row"])
+def test_verify_packed_equals_unpacked(compute: torch.dtype, parallel: str | None) -> None:
+    double = compute == torch.float64
+    plan = TreePlan(leaves=7, acc_dtype="float64") if double else TreePlan(leaves=7, wire_dtype="bfloat16")
+    x = wide_exponents((5, 130), compute, 1, spread=12)
+    master = wide_exponents((70, 130), torch.float64 if double else torch.float32, 2, spread=12)
+    bias = wide_exponents((70,), torch.float32, 3, spread=12)
+    packed = ops.pack_weight(master, plan=plan, compute_dtype=compute, parallel=parallel)
+    for out_dtype in (None, torch.float32):
+        arguments = {"plan": plan, "out_dtype": out_dtype, "parallel": parallel}
+        expected = ops.linear(x, master, bias, **arguments)
+        assert_bitwise_equal(ops.linear(x, packed, bias, **arguments), expected, f"{out_dtype}")
+    run = CoverRun(130, 2, 6)
+    part = slice(plan.cuts(130)[2], plan.cuts(130)[6])
+    packed = ops.pack_weight(master[:, part], plan=plan, compute_dtype=compute, parallel=parallel, run=run)
+    arguments = {"plan": plan, "compute_dtype": compute, "parallel": parallel == "row"}
+    expected = linear_cover(x[:, part], master[:, part], run, **arguments)
+    assert_bitwise_equal(linear_cover(x[:, part], packed, run, **arguments), expected, "cover")
+
+
+def test_verify_a_pack_serves_only_its_own_use() -> None:
+    w = torch.randn(4, 24)
+    packed = ops.pack_weight(w, plan=PLAN)
+    x = torch.randn(2, 24)
+    for arguments, text in (
+        ({"plan": TreePlan(leaves=5)}, "packed for"),
+        ({"plan": PLAN, "parallel": "row"}, "packed for"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            ops.linear(x, packed, **arguments)
+    with pytest.raises(PlanError, match="packed for"):
+        ops.linear(x.bfloat16(), packed, plan=PLAN)
+    with pytest.raises(PlanError, match=r"x \[..., 24\]"):
+        ops.linear(x[:, :20], packed, plan=PLAN)
+    with pytest.raises(PlanError, match="packed for"):
+        linear_cover(x[:, :20], packed, CoverRun(24, 0, 5), plan=PLAN, compute_dtype=torch.float32, parallel=False)
+    with pytest.raises(PlanError, match="no backward"):
+        ops.linear(x.requires_grad_(), packed, plan=PLAN)
+    handle = packed.handle
+    del packed
+    with pytest.raises(PlanError, match="is gone"):
+        torch.ops.tbik.linear_packed(x.detach(), handle, None, 4, 0, torch.float32)
+    assert ops.pack_weight(w, plan=PLAN).handle > handle, "a handle is never used twice"
+    with pytest.raises(PlanError, match="not saved"):
+        torch.save(ops.pack_weight(w, plan=PLAN), io.BytesIO())
+
+
+# --- unfrozen: nothing is cached ------------------------------------------------------------------------------------
+
+
+def test_verify_unfrozen_modules_see_every_write() -> None:
+    module = model()
+    first = module[0]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    seen = [infer(module, X)]
+
+    def in_place() -> None:
+        with torch.no_grad():
+            first.weight.mul_(1.5)
+
+    def data_copy() -> None:
+        version = first.weight._version
+        first.weight.data.copy_(torch.randn(12, 24))
+        assert first.weight._version == version, "a write that the version counter does not see"
+
+    def numpy_write() -> None:
+        first.weight.detach().numpy()[0] = 3.0
+
+    def data_swap() -> None:
+        first.weight.data = torch.randn(12, 24)
+
+    def optimizer_step() -> None:
+        module(X).sum().backward()
+        optimizer.step()
+
+    def new_parameter() -> None:
+        first.weight = torch.nn.Parameter(torch.randn(12, 24))
+
+    for write in (in_place, data_copy, numpy_write, data_swap, optimizer_step, new_parameter):
+        write()
+        seen.append(infer(module, X))
+        assert_bitwise_equal(seen[-1], uncached(module, X), write.__name__)
+        assert_bits_differ(seen[-1], seen[-2], f"{write.__name__} must have changed something")
+
+
+def run_fsdp(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
+    """Three FSDP2 steps: losses' outputs on this rank and the full weights at the end."""
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.filterwarnings("ignore")
+    module = model(torch.bfloat16)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    for layer in (module[0], module[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=2.0**-4, foreach=False)
+    outputs = []
+    for step in range(3):
+        y = module(fsdp_batch(step, group.rank()))
+        outputs.append(y.detach())
+        y.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, [p.full_tensor().detach() for p in module.parameters()]
+
+
+def fsdp_batch(step: int, rank: int) -> Tensor:
+    return wide_exponents((4, 24), torch.bfloat16, 10 * step + rank, spread=6)
+
+
+@pytest.mark.multiprocess
+def test_verify_fsdp2_steps_are_not_stale() -> None:
+    """FSDP2 refills its unsharded weights behind the version counter: three steps at W=2 = the same without FSDP."""
+    results = run_ranks(run_fsdp, 2, deadline=120.0)
+    module = model(torch.bfloat16)
+    parameters = list(module.parameters())
+    for step in range(3):
+        gradients = []
+        for rank in range(2):
+            y = module(fsdp_batch(step, rank))
+            assert_bitwise_equal(results[rank][0][step], y.detach(), f"output of step {step}, rank {rank}")
+            gradients.append(torch.autograd.grad(y.float().square().sum(), parameters))
+        with torch.no_grad():
+            for parameter, a, b in zip(parameters, *gradients, strict=True):
+                parameter.add_((a + b) / 2, alpha=-(2.0**-4))
+    for rank in range(2):
+        for value, parameter in zip(results[rank][1], parameters, strict=True):
+            assert_bitwise_equal(value, parameter.detach(), f"weights at the end, rank {rank}")
+    assert_bits_differ(results[0][0][2], infer(model(torch.bfloat16), fsdp_batch(2, 0)), "the steps must do something")
+
+
+# --- frozen: no write is lost in silence ----------------------------------------------------------------------------
+
+
+def test_verify_frozen_module_same_bits() -> None:
+    module = model()
+    expected = infer(module, X)
+    weight = module[0].weight
+    assert tbik.freeze(module) is module
+    assert isinstance(module[0].weight, FrozenWeight) and isinstance(module[0].weight, torch.nn.Parameter)
+    assert module[0].weight is weight, "the same Python object, so that all who hold it are told"
+    assert weight.shape == (12, 24) and weight.numel() == 288 and not weight.requires_grad
+    assert_bitwise_equal(infer(module, X), expected, "frozen")
+    assert tbik.freeze(module) is module
+    assert_bitwise_equal(infer(copy.deepcopy(module), X), expected, "a copy")
+    assert "FrozenWeight([12, 24]" in repr(weight) and "in_features=24" in repr(module)
+    tbik.unfreeze(tbik.unfreeze(module))
+    assert type(module[0].weight) is torch.nn.Parameter and module[0].weight is weight and weight.requires_grad
+    assert_bitwise_equal(infer(module, X), expected, "thawed")
+    module(X).sum().backward()
+    assert weight.grad is not None
+
+
+USES: dict[str, Callable[[torch.nn.Module, Tensor], object]] = {
+    "data.copy_": lambda m, w: w.data.copy_(torch.zeros(12, 24)),
+    "data =": lambda m, w: setattr(w, "data", torch.zeros(12, 24)),
+    "copy_": lambda m, w: w.copy_(torch.zeros(12, 24)),
+    "add_": lambda m, w: w.add_(1),
+    "index": lambda m, w: w.__setitem__(0, 1.0),
+    "foreach": lambda m, w: torch._foreach_mul_([w], 2.0),
+    "aten": lambda m, w: torch.ops.aten.mul_(w, 2.0),
+    "read": lambda m, w: w + 1,
+    "detach": lambda m, w: w.detach(),
+    "view": lambda m, w: w.view(-1),
+    "numpy": lambda m, w: w.numpy(),
+    "storage": lambda m, w: w.untyped_storage(),
+    "data_ptr": lambda m, w: w.data_ptr(),
+    "requires_grad_": lambda m, w: w.requires_grad_(),
+    "grad": lambda m, w: setattr(w, "grad", torch.zeros(12, 24)),
+    "linear": lambda m, w: ops.linear(X, w, plan=PLAN),
+    "state_dict": lambda m, w: m.state_dict(),
+    "save": lambda m, w: torch.save(m, io.BytesIO()),
+    "norm": lambda m, w: torch.nn.utils.parameters_to_vector(m.parameters()),
+    "init": lambda m, w: torch.nn.init.zeros_(w),
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_verify_frozen_weight_refuses(use: str) -> None:
+    module = model()
+    expected = infer(module, X)
+    weight = module[0].weight
+    tbik.freeze(module)
+    with pytest.raises(PlanError, match=r"frozen weight (has no values|is not saved)"):
+        USES[use](module, weight)
+    assert_bitwise_equal(infer(module, X), expected, f"after {use}")
+
+
+def test_verify_frozen_module_refuses_training() -> None:
+    module = tbik.freeze(model())
+    with pytest.raises(PlanError, match="frozen and has no gradient"):
+        module(X)
+    module = tbik.freeze(model().requires_grad_(False))
+    infer(module, X)
+    module(X)  # nothing asks for a gradient
+    with pytest.raises(PlanError, match="frozen and has no gradient"):
+        module(X.clone().requires_grad_())
+
+
+def test_verify_optimizer_cannot_move_a_frozen_weight() -> None:
+    """An optimizer made before freeze() holds the Parameter object itself, hence the FrozenWeight."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    module(X).sum().backward()
+    tbik.freeze(module)
+    expected = infer(module, X)
+    module[0].bias.grad = None
+    optimizer.step()  # the gradients of the weights are gone
+    assert_bitwise_equal(infer(module, X), expected, "after step")
+    optimizer.param_groups[0]["params"][0].requires_grad  # noqa: B018  # metadata is readable
+    with pytest.raises(PlanError, match="no values"):
+        optimizer.param_groups[0]["params"][0].data.mul_(2)
+    tbik.unfreeze(module)
+    module(X).sum().backward()
+    optimizer.step()
+    assert_bits_differ(infer(module, X), expected, "thawed, the same optimizer trains the weight")
+
+
+def test_verify_alias_written_while_frozen() -> None:
+    module = model()
+    alias, data = module[0].weight.detach(), module[0].weight.data
+    tbik.freeze(module)
+    expected = infer(module, X)
+    data.mul_(2)  # an alias without a version counter: the pack keeps the values of the time of freeze()
+    assert_bitwise_equal(infer(module, X), expected, "written through .data taken before")
+    alias.mul_(2)
+    with pytest.raises(PlanError, match="written to while frozen"):
+        infer(module, X)
+    tbik.unfreeze(module)
+    assert_bitwise_equal(infer(module, X), uncached(module, X), "thawed")
+    assert_bits_differ(infer(module, X), expected, "the writes")
+
+
+def test_verify_packs_are_dropped_on_reload() -> None:
+    module = model()
+    fresh = {name: torch.randn_like(value) for name, value in module.state_dict().items()}
+
+    def check(what: str) -> None:
+        assert type(module[0].weight) is torch.nn.Parameter, what
+        assert_bitwise_equal(infer(module, X), uncached(module, X), what)
+
+    before = infer(tbik.freeze(module), X)
+    module.load_state_dict(fresh)
+    check("load_state_dict")
+    assert_bits_differ(infer(module, X), before, "other weights")
+    tbik.freeze(module).load_state_dict({k: v.clone() for k, v in fresh.items()}, assign=True)
+    check("load_state_dict(assign=True)")
+    tbik.freeze(module).load_state_dict({"0.weight": fresh["0.weight"] * 2}, strict=False)
+    check("a part of the weights")
+    tbik.freeze(module)
+    module[0].weight = torch.nn.Parameter(torch.randn(12, 24))
+    assert_bitwise_equal(infer(module[0], X), ops.linear(X, module[0].weight, module[0].bias, plan=PLAN).detach())
+    tbik.freeze(module).to(torch.bfloat16)
+    assert module[0].weight.dtype == torch.bfloat16 and type(module[0].weight) is torch.nn.Parameter
+    tbik.freeze(module.float()).share_memory()
+    check("_apply")
+
+
+def test_verify_released_weights() -> None:
+    module = model()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = infer(module, X)
+    tbik.freeze(module, release=True)
+    assert_bitwise_equal(infer(module, X), expected, "released")
+    for refused in (lambda: tbik.unfreeze(module), lambda: module.double()):
+        with pytest.raises(PlanError, match="released"):
+            refused()
+    assert_bitwise_equal(infer(module, X), expected, "still frozen")
+    module.load_state_dict(state)
+    assert type(module[0].weight) is torch.nn.Parameter
+    assert_bitwise_equal(infer(module, X), expected, "loaded again")
+    tbik.freeze(module, release=True).load_state_dict({"0.weight": state["0.weight"]}, strict=False)
+    assert module[2].weight.isnan().all(), "a weight that the state dict lacks cannot pass for a loaded one"
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(30, 24)
+        self.head = nn.Linear(24, 30, bias=False, plan=PLAN)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embedding(tokens))
+        return y
+
+
+def test_verify_tied_weights() -> None:
+    module, tokens = Tied(), torch.tensor([3, 7])
+    expected = infer(module, tokens)
+    with pytest.raises(PlanError, match=r"tied to embedding.weight.*allow_tied"):
+        tbik.freeze(module)
+    with pytest.raises(PlanError, match="tied"):
+        tbik.freeze(module, allow_tied=True, release=True)
+    tbik.freeze(module, allow_tied=True)
+    assert_bitwise_equal(infer(module, tokens), expected, "tied")
+    with torch.no_grad():
+        module.embedding.weight.mul_(2)
+    with pytest.raises(PlanError, match="written to while frozen"):
+        infer(module, tokens)
+    tbik.unfreeze(module)
+    assert module.head.weight is module.embedding.weight
+    twins = torch.nn.ModuleList([nn.Linear(24, 30, plan=PLAN), nn.Linear(24, 30, plan=PLAN, parallel="row")])
+    twins[1].weight = twins[0].weight
+    results = [infer(layer, X) for layer in twins]
+    tbik.freeze(twins)
+    assert twins[1].weight is twins[0].weight
+    for layer, result in zip(twins, results, strict=True):
+        assert_bitwise_equal(infer(layer, X), result, "two uses of one weight, two packs")
+
+
+def test_verify_freeze_refuses_what_it_cannot_pack() -> None:
+    with pytest.raises(PlanError, match="no module of tbik.nn"):
+        tbik.freeze(torch.nn.Linear(3, 4))
+    module = model()
+    torch.nn.utils.parametrizations.weight_norm(module[0])
+    with pytest.raises(PlanError, match="parametrized|expected a plain parameter"):
+        tbik.freeze(module)
+    assert type(module[2].weight) is torch.nn.Parameter, "nothing is frozen if something is refused"
+
+
+def test_verify_compiled_frozen_module_follows_the_weights() -> None:
+    """A graph made for one pack must not serve the next."""
+    torch._dynamo.reset()
+    module = model().requires_grad_(False)
+    compiled = torch.compile(module, backend="aot_eager")
+    seen = []
+    for _ in range(2):
+        seen.append(infer(compiled, X))
+        assert_bitwise_equal(seen[-1], infer(module, X), "live")
+        torch._dynamo.reset()  # a compiled function holds the parameter, and what is held cannot be swapped
+        gc.collect()
+        tbik.freeze(module)
+        assert_bitwise_equal(infer(compiled, X), seen[-1], "frozen")
+        tbik.unfreeze(module)
+        module[0].weight.data.mul_(-2)
+        assert_bitwise_equal(infer(compiled, X), infer(module, X), "thawed and written to")
+    assert_bits_differ(seen[0], seen[1], "the write")
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        infer(torch.compile(tbik.freeze(module), backend="aot_eager", fullgraph=True), X)
+    torch._dynamo.reset()
+
+
+def test_verify_compiled_packed_weight_is_guarded() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: linear_function(x, w, plan=PLAN) * 2, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        packed = ops.pack_weight(wide_exponents((4, 24), torch.float32, seed), plan=PLAN)
+        with torch.no_grad():
+            assert_bitwise_equal(compiled(X, packed), ops.linear(X, packed, plan=PLAN) * 2, f"pack {seed}")
+    torch._dynamo.reset()
