@@ -90,7 +90,7 @@ std::string text_of(const Tag& tag) {
           " elements, placement " + name_of(static_cast<Placement>(tag.call[1] >> 24 & 0xff));
   if (collective == Collective::kReduce) text += ", root " + std::to_string(tag.call[1] >> 32);
   if (scatters(collective)) text += ", chunk sizes #" + std::to_string(tag.call[4] % 100000);
-  return text + ", segment " + std::to_string(tag.call[3]);
+  return text + ", cut every " + std::to_string(tag.call[3]);
 }
 
 }  // namespace

@@ -222,7 +222,8 @@ class GroupTransport final : public Transport {
       options.timeout = std::chrono::duration_cast<milliseconds>(limit_);
       at::Tensor in = at::from_blob(in_.data(), {total}, at::kByte);
       at::Tensor out = at::from_blob(out_.data(), {static_cast<int64_t>(out_.size())}, at::kByte);
-      group_->alltoall_base(in, out, receive_sizes_, send_sizes_, options)->wait();
+      std::vector<int64_t> receive_sizes = receive_sizes_;  // gloo takes them over
+      group_->alltoall_base(in, out, receive_sizes, send_sizes_, options)->wait();
     } catch (const std::exception& error) {
       const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       const std::string reason = std::string(error.what()).substr(0, 400);
@@ -237,9 +238,10 @@ class GroupTransport final : public Transport {
               "TBIK_CHECK=1 to see whether they make the same calls. gloo says: " +
               reason);
     }
-    for (int p = 0, at = 0; p < size_; ++p) {
+    int64_t at = 0;
+    for (int p = 0; p < size_; ++p) {
       if (p != rank_) std::memcpy(&tags_[static_cast<size_t>(p)], in_.data() + at, sizeof(Tag));
-      at += static_cast<int>(receive_sizes_[static_cast<size_t>(p)]);
+      at += receive_sizes_[static_cast<size_t>(p)];
     }
   }
 
