@@ -1,11 +1,13 @@
-"""Time of tbik.all_reduce over gloo against gloo's own all_reduce, on one machine.
+"""Time of torch.distributed.all_reduce on the "tbik" backend against gloo, on one machine.
 
-    python bench/all_reduce.py --world 2 4 --rounds 7 --output bench/results/all_reduce.json
+    python bench/all_reduce.py --world 2 4 --rounds 9 --output bench/results/all_reduce.json
 
-One message = n fp32 elements per rank, plain tensors (one leaf per rank). Before a size is timed, the result is
-compared with the oracle bit by bit. Rounds are interleaved (tbik, gloo, tbik, gloo, ...), because two runs on a shared
-machine differ by more than the two methods; a round's time is the slowest rank's mean over its calls. Reported: the
-median time of each in microseconds, the median of the rounds' ratios gloo/tbik (above 1: tbik is faster), bytes sent.
+In place, blocking, through dist.all_reduce. Before a size is timed, the result is compared with the oracle bit by bit.
+Rounds are interleaved in one job (tbik, gloo, tbik, gloo, ...), because two runs on a shared machine differ by more than
+the two methods; a round's time is the slowest rank's mean over its calls. Reported: the median time of each in
+microseconds, and the median, lowest and highest of the rounds' ratios gloo/tbik (above 1: tbik is faster).
+
+--covers adds tbik.all_reduce (the Python collectives for covers) over gloo, with the bytes that a rank sends.
 """
 
 from __future__ import annotations
@@ -23,95 +25,119 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 import tbik
 from tbik import reference
+from tbik.backend import group_info
 from tbik.collectives import bytes_sent, reset_bytes_sent
 
-SIZES = (1024, 16_384, 262_144, 4_194_304)  # elements: 4 KiB, 64 KiB, 1 MiB, 16 MiB
+SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes
+DTYPES = ("float32", "bfloat16")
 SECONDS_PER_ROUND = 0.1
+MAX_CALLS = 300
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="elements of float32")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of the message")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--covers", action="store_true", help="time tbik.all_reduce over gloo too")
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     options = parser.parse_args()
     rows = []
-    print(f"{'ranks':>5} {'bytes':>10} {'tbik us':>10} {'gloo us':>10} {'gloo/tbik':>10} {'sent/rank':>11}")
     for world in options.world:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (world, folder, options.sizes, options.rounds)
-            spawn(measure, arguments, nprocs=world)  # type: ignore[no-untyped-call]
+            spawn(measure, (world, folder, options), nprocs=world)  # type: ignore[no-untyped-call]
             rows += json.loads((Path(folder) / "rows.json").read_text())
-        for row in rows[-len(options.sizes) :]:
-            print(
-                f"{row['ranks']:>5} {row['bytes']:>10} {row['tbik_us']:>10.0f} {row['gloo_us']:>10.0f} "
-                f"{row['ratio']:>10.2f} {row['bytes_sent']:>11}"
-            )
+    Console(width=120).print(_table(rows, options.covers))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         machine = {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": _cpu(),
             "cores": os.cpu_count(),
+            "load_average": os.getloadavg(),
             "torch": torch.__version__,
+            "tbik": tbik.__version__,
         }
         options.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
-def measure(rank: int, world: int, folder: str, sizes: list[int], rounds: int) -> None:
+def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
     """One rank. Rank 0 writes rows.json."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    rows = [_measure_size(rank, world, size, rounds) for size in sizes]
+    group = dist.new_group(backend="tbik")
+    assert isinstance(group, dist.ProcessGroup)
+    rows = [
+        _measure_size(rank, world, group, size, getattr(torch, dtype), options)
+        for dtype in options.dtypes
+        for size in options.sizes
+    ]
     if rank == 0:
         (Path(folder) / "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def _measure_size(rank: int, world: int, size: int, rounds: int) -> dict[str, Any]:
-    values = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    x, scratch = values[rank], torch.empty(size)
+def _measure_size(
+    rank: int, world: int, group: dist.ProcessGroup, size: int, dtype: torch.dtype, options: argparse.Namespace
+) -> dict[str, Any]:
+    count = size // dtype.itemsize
+    values = [torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
+    x = values[rank].clone()
+    dist.all_reduce(x, group=group)
+    bits = torch.int32 if dtype.itemsize == 4 else torch.int16 if dtype.itemsize == 2 else torch.int64
+    if not torch.equal(x.view(bits), reference.all_reduce(values).view(bits)):
+        raise tbik.IntegrityError(f"all_reduce of {count} {dtype} elements over {world} ranks differs from the oracle")
+    del values
+    x.zero_()  # stays zero, however often it is summed
 
     def own() -> None:
-        tbik.all_reduce(x)
+        dist.all_reduce(x, group=group)
 
     def gloo() -> None:
-        scratch.copy_(x)  # gloo sums in place; tbik writes a new tensor
-        dist.all_reduce(scratch)
+        dist.all_reduce(x)
 
-    expected = reference.all_reduce(values)
-    if not torch.equal(tbik.all_reduce(x).view(torch.int32), expected.view(torch.int32)):
-        raise tbik.IntegrityError(f"all_reduce of {size} elements over {world} ranks differs from the oracle")
-    del values
-    reset_bytes_sent()
-    own()
-    sent = bytes_sent()
-    calls = _agreed_calls(own)
-    times: dict[str, list[float]] = {"tbik": [], "gloo": []}
-    for _ in range(rounds):
-        times["tbik"].append(_slowest(own, calls))
-        times["gloo"].append(_slowest(gloo, calls))
-    return {
+    def covers() -> None:
+        tbik.all_reduce(x)
+
+    actions = {"tbik": own, "gloo": gloo} | ({"covers": covers} if options.covers else {})
+    calls = {name: _agreed_calls(action) for name, action in actions.items()}
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(options.rounds):
+        for name, action in actions.items():
+            times[name].append(_slowest(action, calls[name]))
+    ratios = sorted(g / t for g, t in zip(times["gloo"], times["tbik"], strict=True))
+    row = {
         "ranks": world,
-        "bytes": size * 4,
+        "dtype": str(dtype).removeprefix("torch."),
+        "bytes": size,
+        "transport": group_info(group)["transport"],
         "tbik_us": 1e6 * statistics.median(times["tbik"]),
         "gloo_us": 1e6 * statistics.median(times["gloo"]),
-        "ratio": statistics.median(g / t for g, t in zip(times["gloo"], times["tbik"], strict=True)),
-        "bytes_sent": sent,
-        "rounds": rounds,
+        "ratio": statistics.median(ratios),
+        "ratio_lowest": ratios[0],
+        "ratio_highest": ratios[-1],
+        "rounds": options.rounds,
         "calls_per_round": calls,
     }
+    if options.covers:
+        reset_bytes_sent()
+        covers()
+        row |= {"covers_us": 1e6 * statistics.median(times["covers"]), "covers_bytes_sent": bytes_sent()}
+    return row
 
 
 def _agreed_calls(action: Callable[[], None]) -> int:
     """Calls that fill SECONDS_PER_ROUND, the same number on all ranks."""
+    _slowest(action, 3)
     seconds = max(_slowest(action, 3), 1e-6)
-    return max(1, min(200, int(SECONDS_PER_ROUND / seconds)))
+    return max(1, min(MAX_CALLS, int(SECONDS_PER_ROUND / seconds)))
 
 
 def _slowest(action: Callable[[], None], calls: int) -> float:
@@ -123,6 +149,32 @@ def _slowest(action: Callable[[], None], calls: int) -> float:
     seconds = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)
+
+
+def _table(rows: list[dict[str, Any]], covers: bool) -> Table:
+    table = Table(title="all_reduce in place, slowest rank, median of interleaved rounds")
+    names = ["ranks", "dtype", "bytes", "transport", "tbik us", "gloo us", "gloo/tbik", "lowest..highest"]
+    for name in names + (["covers us", "covers sent"] if covers else []):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [
+            f"{row['ranks']}",
+            row["dtype"],
+            f"{row['bytes']}",
+            row["transport"],
+            f"{row['tbik_us']:.1f}",
+            f"{row['gloo_us']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_lowest']:.2f}..{row['ratio_highest']:.2f}",
+        ]
+        table.add_row(*cells, *([f"{row['covers_us']:.1f}", f"{row['covers_bytes_sent']}"] if covers else []))
+    return table
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":
