@@ -3,6 +3,9 @@
 #include "collective.h"
 
 #include <sys/mman.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include <algorithm>
 #include <bit>
@@ -441,8 +444,12 @@ class TwoLevel final : public Collectives::Flow {
 };
 
 std::unique_ptr<Collectives::Flow> make(Placement placement, const Request& request, Collectives::Flow::World world,
-                                        int64_t segment_bytes, int64_t capacity) {
-  const int64_t most = std::max<int64_t>(1, segment_bytes / size_of(request.element));
+                                        const Settings& settings, int64_t capacity) {
+  int64_t total = 0;
+  for (int64_t count : request.counts) total += count;
+  const int64_t bytes = size_of(request.element);
+  const int64_t most = total * bytes <= settings.single_bytes ? std::max<int64_t>(1, total)
+                                                              : std::max<int64_t>(1, settings.segment_bytes / bytes);
   if (scatters(request.collective)) return std::make_unique<Scatter>(request, world, most, capacity);
   switch (placement) {
     case Placement::kOneShot:
@@ -532,6 +539,28 @@ Placement Collectives::placement_for(Collective collective, int64_t bytes) const
   return placement::choose(settings_, collective, bytes, transport_.size());
 }
 
+namespace {
+
+// memcpy past the caches: what is written is not read again unless the call fails.
+void stream_copy(std::byte* to, const std::byte* from, int64_t bytes) {
+#if defined(__x86_64__)
+  const int64_t head = std::min<int64_t>(bytes, -reinterpret_cast<intptr_t>(to) & 63);
+  std::memcpy(to, from, static_cast<size_t>(head));
+  int64_t at = head;
+  for (; at + 64 <= bytes; at += 64) {
+    const __m128i* source = reinterpret_cast<const __m128i*>(from + at);
+    __m128i* target = reinterpret_cast<__m128i*>(to + at);
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(target + i, _mm_loadu_si128(source + i));
+  }
+  std::memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
+  _mm_sfence();
+#else
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+#endif
+}
+
+}  // namespace
+
 std::byte* Collectives::staging(int64_t bytes) {
   if (bytes > staging_bytes_) {
     constexpr int64_t kHuge = int64_t{2} << 20;
@@ -598,8 +627,8 @@ void Collectives::run(const Request& request) {
   const int64_t bytes = size_of(request.element);
   const Placement placement = placement_for(request.collective, total * bytes);
   const std::unique_ptr<Flow> flow =
-      placement::make(placement, request, {transport_.rank(), transport_.size(), settings_.node_size},
-                      settings_.segment_bytes, transport_.capacity());
+      placement::make(placement, request, {transport_.rank(), transport_.size(), settings_.node_size}, settings_,
+                      transport_.capacity());
 
   Rule rule{request.op, request.element, request.op == Op::kAvg ? transport_.size() : 1, request.factor, false};
   std::vector<double> factors;
@@ -613,17 +642,25 @@ void Collectives::run(const Request& request) {
   const int64_t result =
       scatters(request.collective) ? request.counts[static_cast<size_t>(transport_.rank())] : request.counts[0];
   std::byte* const out = static_cast<std::byte*>(request.out);
-  bool stage = false;  // results wait until nothing can fail any more
+  // A result of several segments lies in the caller's memory before the last exchange. Where that is this rank's own
+  // input, each segment is saved before it is overwritten, and restored if the call fails; where the two overlap in
+  // another way, the results wait in the staging buffer.
+  bool saves = false;
+  bool waits = false;
   if (flow->segments.num > 1 && flow->delivers() && !request.out_is_ours) {
+    const size_t own = scatters(request.collective) ? static_cast<size_t>(transport_.rank()) : 0;
+    saves = request.inputs[own] == request.out;
     for (size_t i = 0; i < request.inputs.size(); ++i) {
       const std::byte* in = static_cast<const std::byte*>(request.inputs[i]);
-      stage = stage || (in < out + result * bytes && out < in + request.counts[i] * bytes);
+      waits = waits || (!saves && in < out + result * bytes && out < in + request.counts[i] * bytes);
     }
   }
+  int64_t saved = 0;  // bytes of `out` that lie in the staging buffer
   parts_.resize(static_cast<size_t>(stages));
   try {
-    std::byte* const early = stage ? staging(result * bytes) : out;
+    std::byte* const kept = saves || waits ? staging(result * bytes) : nullptr;
     for (int64_t t = 0; t < rounds; ++t) {
+      const bool last = t + 1 == rounds;
       for (int64_t s = 0; s < stages; ++s) {
         const int64_t k = t - s;
         Part& part = parts_[static_cast<size_t>(s)];
@@ -647,23 +684,35 @@ void Collectives::run(const Request& request) {
       for (int64_t s = 0; s < stages; ++s) {
         const int64_t k = t - s;
         if (k < 0 || k >= flow->segments.num) continue;
-        flow->drain(static_cast<size_t>(s), k, io, t + 1 == rounds ? out : early);
+        if (saves && !last && s + 1 == stages) {
+          const int64_t until = std::min(result, flow->segments.begin(k + 1)) * bytes;
+          stream_copy(kept + saved, out + saved, until - saved);
+          saved = until;
+        }
+        flow->drain(static_cast<size_t>(s), k, io, waits && !last ? kept : out);
       }
     }
-    if (stage) {
+    if (waits) {
       const int64_t staged = std::min(result, flow->segments.begin(flow->segments.num - 1));
-      std::memcpy(out, early, static_cast<size_t>(staged * bytes));
-      if (staging_bytes_ > kKeptStaging) {
-        staging_.reset();
-        staging_bytes_ = 0;
-      }
+      std::memcpy(out, kept, static_cast<size_t>(staged * bytes));
     }
+    give_back();
   } catch (const TransportError&) {
+    if (saved > 0) std::memcpy(out, staging_.get(), static_cast<size_t>(saved));
+    give_back();
     throw;
   } catch (const std::exception& error) {
+    if (saved > 0) std::memcpy(out, staging_.get(), static_cast<size_t>(saved));
+    give_back();
     transport_.abort(tbik::describe(where, transport_.rank(), transport_.size()) + ": " + error.what());
     throw;
   }
+}
+
+void Collectives::give_back() {
+  if (staging_bytes_ <= kKeptStaging) return;
+  staging_.reset();
+  staging_bytes_ = 0;
 }
 
 std::vector<Traffic> dry_run(const Settings& settings, const Request& request, int world, int64_t capacity) {
@@ -675,7 +724,7 @@ std::vector<Traffic> dry_run(const Settings& settings, const Request& request, i
   std::vector<Traffic> traffic(static_cast<size_t>(world));
   for (int rank = 0; rank < world; ++rank) {
     const std::unique_ptr<Collectives::Flow> flow =
-        placement::make(chosen, request, {rank, world, settings.node_size}, settings.segment_bytes, capacity);
+        placement::make(chosen, request, {rank, world, settings.node_size}, settings, capacity);
     Traffic& sent = traffic[static_cast<size_t>(rank)];
     std::vector<int64_t> link(static_cast<size_t>(world));
     Part part;

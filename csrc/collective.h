@@ -15,10 +15,10 @@
 //               (N-1)/N
 //
 // A message is cut into segments, and a placement into stages; round t runs stage s on segment t - s, so that one
-// exchange moves the pieces of several stages. Extra memory: one staging copy of an in-place message of several
-// segments, and the transport's fixed buffers. Stage and commit: nothing of the caller's is written before the last
-// exchange has succeeded, so a call that throws leaves an in-place tensor as it was (out-of-place results of
-// reduce_scatter that do not overlap the input are written directly).
+// exchange moves the pieces of several stages. Extra memory: one copy of an in-place message of several segments, and
+// the transport's fixed buffers. Stage and commit: a message of one segment is written after the last exchange; one of
+// several segments is saved piece by piece before it is overwritten, and restored before the call throws. So a call
+// that throws leaves an in-place tensor as it was; an out-of-place result is then undefined.
 //
 // Every message carries (call, collective, op, element type, count, placement, root, factor). Ranks that disagree all
 // throw kMismatch in the first round, and stay in step. Guarantees: deterministic; independent of size, placement,
@@ -70,7 +70,8 @@ struct Settings {
   Placement placement = Placement::kAuto;
   int node_size = 0;                  // ranks per node, contiguous; 0 = one node
   int64_t one_shot_bytes = 64 << 10;  // largest message that kAuto sends to everybody
-  int64_t segment_bytes = 1 << 20;    // of one rank's message, at most; the transport's capacity may say less
+  int64_t segment_bytes = 1 << 18;    // a message travels in segments of this size: what is exchanged stays in caches
+  int64_t single_bytes = 1 << 20;     // a message up to this size is one segment: fewer rounds, nothing to save
 };
 
 // Bytes that one rank sends in one call.
@@ -98,6 +99,7 @@ class Collectives {
  private:
   void compare_tags(const Tag& tag, bool first, Rule* rule, std::vector<double>* factors, const std::string& where);
   std::byte* staging(int64_t bytes);
+  void give_back();
 
   Transport& transport_;
   Settings settings_;

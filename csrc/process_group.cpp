@@ -1109,6 +1109,7 @@ Settings settings_of(const std::string& placement, int node_size, int64_t one_sh
   settings.node_size = node_size;
   if (one_shot_bytes >= 0) settings.one_shot_bytes = one_shot_bytes;
   if (segment_bytes > 0) settings.segment_bytes = segment_bytes;
+  settings.single_bytes = std::max(settings.single_bytes, settings.segment_bytes);
   return settings;
 }
 

@@ -47,8 +47,8 @@ PLACEMENTS = ("auto", "one_shot", "two_shot", "two_level")
 ONE_SHOT_BYTES = 64 * 1024
 """Largest message that placement "auto" sends to every rank."""
 
-SEGMENT_BYTES = {"shm": 1 << 20, "gloo": 4 << 20}
-"""Largest piece of a message that travels in one round."""
+SEGMENT_BYTES = {"shm": 1 << 18, "gloo": 4 << 20}
+"""What travels in one round of a large message: over shared memory it should stay in the caches."""
 
 _REGION_BYTES = 32 << 20  # of shared memory per group, at most; two messages per rank
 _DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid")
@@ -165,7 +165,7 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         placement=settings.placement,
         node_size=node_size,
         one_shot_bytes=ONE_SHOT_BYTES,
-        segment_bytes=SEGMENT_BYTES[transport],
+        segment_bytes=max(SEGMENT_BYTES[transport] // (max(1, size // 2) if region is not None else 1), 1 << 16),
         check=settings.check,
         split=_make,
         cuda=lambda: _nccl(store, rank, size, timeout),

@@ -275,6 +275,7 @@ void check_bits(uint64_t seed) {
         settings.placement = chosen;
         settings.node_size = node_size;
         settings.segment_bytes = 4096;
+        settings.single_bytes = 4096;
         std::vector<std::vector<Bytes>> values(cases.size());
         std::vector<Bytes> wanted;
         for (size_t i = 0; i < cases.size(); ++i) {
@@ -494,6 +495,7 @@ double trial(Fault fault, uint64_t seed) {
       ShmTransport transport(ShmRegion::attach(region->token(), world), r, world, 2);
       Settings settings;
       settings.segment_bytes = 16384;
+      settings.single_bytes = 16384;
       Collectives collectives(transport, settings, kCombine);
       transport.set_limit(std::chrono::seconds(20));
       collectives.barrier();
