@@ -241,7 +241,7 @@ class PackedWeight:
         self.shape, self.nbytes = w.shape, int(packed.nbytes)
         self.plan, self.run, self.compute_dtype, self.rounds = plan, run, compute_dtype, rounds
         _packs[self.handle] = entry
-        weakref.finalize(self, _packs.pop, self.handle, None)
+        weakref.finalize(self, _packs.pop, self.handle, None).atexit = False
 
     def __repr__(self) -> str:
         return (
