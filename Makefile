@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml setup.py $(filter csrc/%,$(CPP))
 	  if sys.version_info < (3, 10) else 0)"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv \
 	  $$($(PYTHON) $(HAS_TORCH) 2>/dev/null && echo --system-site-packages) $(VENV)
-	$(PIP) install --quiet "setuptools>=77" wheel ninja pybind11
+	$(PIP) install --quiet "setuptools>=77" wheel ninja
 	@$(VENV)/bin/python $(HAS_TORCH) 2>/dev/null || { echo "installing torch $(TORCH_VERSION)"; \
 	  $(PIP) install --quiet "torch==$(TORCH_VERSION)" $(TORCH_PIP_ARGS); }
 	$(PIP) install --quiet --no-build-isolation -e ".[dev,hf]"

@@ -23,10 +23,11 @@ namespace {
 
 constexpr int64_t kBlockSteps = 128;           // steps of B kept in L1 when several tiles share them
 constexpr int64_t kStreamSteps = 512;          // steps per call when one tile reads B once
+constexpr int64_t kStreamAhead = 4096;         // bytes of B asked for ahead of their use
 constexpr int64_t kBlockTiles = 16;            // register tiles of one row block (96 rows)
 constexpr int64_t kShortBlockTiles = 4;        // when chains are short: the slots then fit in L1
 constexpr int64_t kShortChain = 48;            // steps
-constexpr int64_t kWidenPanelBytes = 1 << 20;  // a widened panel may take half of L2
+constexpr int64_t kWidenPanelBytes = 1 << 18;  // a widened panel is kept for all row blocks up to this size
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -387,7 +388,6 @@ Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m)
       &kernels, &layout, RowCut(m, is_short ? kShortBlockTiles : kBlockTiles), {}, {}, nullptr, false, false, false,
       0,        1};
   const bool one_tile = plan.rows.tiles == 1;
-  plan.stream = one_tile;
   switch (layout.compute) {
     case DType::kFloat64:
       plan.table = kernels.f64;
@@ -415,7 +415,6 @@ Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m)
   plan.a_bytes = layout.compute == DType::kFloat64 ? 8 : 4;
   const int64_t widened = layout.total_steps * plan.a_per_step * kPanel * 4;
   plan.widen_panel = plan.widen && plan.rows.blocks > 1 && widened <= kWidenPanelBytes;
-  if (plan.widen) plan.stream = false;
   const int64_t limit = one_tile && !plan.widen ? kStreamSteps : kBlockSteps / plan.a_per_step;
   for (int64_t chain = 0; chain < layout.num_chains(); ++chain) {
     plan.first_run.push_back(static_cast<int64_t>(plan.runs.size()));
@@ -528,12 +527,18 @@ class Task {
     const ChainLayout& layout = *plan_.layout;
     const int64_t a_step = plan_.a_per_step * plan_.a_bytes;
     const int64_t b_step = step_bytes(layout.compute) * kPanel;
-    const ChainFn* kernels = plan_.stream ? plan_.table->stream : plan_.table->tile;
+    const int64_t tiles = tile1_ - tile0_;
+    // One tile reads B once, a few KiB behind its own prefetches. Several tiles share a run of B in L1 and fetch the
+    // next run meanwhile, each tile its part of it.
+    const int level = tiles == 1 ? 2 : tiles < 4 ? 1 : 0;
+    const ChainFn* kernels = plan_.table->tile[level];
     const FpFlushScope flush(plan_.kernels->hardware_flush && layout.compute != DType::kFloat64);
     for (int64_t i = first; i < last; ++i) {
       const Run& run = plan_.runs[static_cast<size_t>(i)];
       const int64_t at = layout.offset[static_cast<size_t>(index)] + run.begin;
       const char* b = panel_ + at * b_step;
+      const char* next = b + (tiles == 1 ? kStreamAhead : run.steps * b_step);
+      const char* next_end = next + run.steps * b_step;
       int64_t steps = run.steps;
       if (plan_.widen) {
         float* wide = static_cast<float*>(widened_.get());
@@ -549,7 +554,10 @@ class Task {
       for (int64_t tile = tile0_; tile < tile1_; ++tile) {
         const int64_t r0 = plan_.rows.row(tile);
         const int64_t rows = plan_.rows.row(tile + 1) - r0;
-        kernels[rows - 1](a + (r0 - row0_) * run.steps * a_step, b, steps, x + (r0 - row0_) * kPanel, i == first);
+        const char* a_tile = a + (r0 - row0_) * run.steps * a_step;
+        const char* ahead = next < next_end ? next : a_tile;
+        kernels[rows - 1](a_tile, b, steps, x + (r0 - row0_) * kPanel, i == first, ahead);
+        next += steps * (int64_t{64} << level);
       }
     }
     return true;

@@ -27,7 +27,8 @@ namespace avx2 {
 namespace {
 
 template <int R>
-__attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+__attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                                         const void*) {
   for (int strip = 0; strip < kPanel; strip += 16) {
     const float* a = static_cast<const float*>(a_KR);
     const float* b = static_cast<const float*>(b_KP) + strip;
@@ -57,7 +58,8 @@ __attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int
 }
 
 template <int R>
-__attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+__attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                                         const void*) {
   for (int strip = 0; strip < kPanel; strip += 8) {
     const double* a = static_cast<const double*>(a_KR);
     const double* b = static_cast<const double*>(b_KP) + strip;
@@ -143,10 +145,11 @@ void transpose(uint32_t* dst_CP, const void* const* rows, int64_t cols, bool rot
   }
 }
 
-const ChainTable kF32 = {{chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>},
-                         {chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>}};
-const ChainTable kF64 = {{chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>},
-                         {chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>}};
+#define TBIK_ROWS(chain) {chain<1>, chain<2>, chain<3>, chain<4>, chain<5>, chain<6>}
+const ChainTable kF32 = {{TBIK_ROWS(chain_f32), TBIK_ROWS(chain_f32), TBIK_ROWS(chain_f32)}};
+const ChainTable kF64 = {{TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64)}};
+#undef TBIK_ROWS
+
 const Loops kLoops = make_loops(transpose);
 const GemmKernels kKernels = {"avx2",  &kLoops,           true,     false, &kF32, &kF64, nullptr,
                               nullptr, widen_pairs_plain, widen_f16};

@@ -24,13 +24,15 @@ namespace tbik {
 namespace avx512_bf16 {
 namespace {
 
-constexpr int64_t kAhead = 2048;
+constexpr int64_t kAheadA = 3072;  // as in gemm_avx512f.cpp
 
-template <int R, bool kStream>
-__attribute__((noinline)) void chain_dot(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+template <int R, int kLines>
+__attribute__((noinline)) void chain_dot(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                                         const void* ahead) {
   const uint32_t* a = static_cast<const uint32_t*>(a_KR);
   const uint32_t* b = static_cast<const uint32_t*>(b_KP);
   float* out = static_cast<float*>(acc_RP);
+  const char* line = static_cast<const char*>(ahead);
   __m512 acc[R][4];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -38,12 +40,13 @@ __attribute__((noinline)) void chain_dot(const void* a_KR, const void* b_KP, int
     for (int j = 0; j < 4; ++j) acc[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanel + j * 16);
   }
   for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+    _mm_prefetch(reinterpret_cast<const char*>(a) + kAheadA, _MM_HINT_T0);
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) _mm_prefetch(line + i * 64, kLines > 1 ? _MM_HINT_T0 : _MM_HINT_T1);
+    line += kLines * 64;
     __m512bh bv[4];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      bv[j] = (__m512bh)_mm512_loadu_si512(b + j * 16);
-      if constexpr (kStream) _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + j * 64, _MM_HINT_T0);
-    }
+    for (int j = 0; j < 4; ++j) bv[j] = (__m512bh)_mm512_loadu_si512(b + j * 16);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       const __m512bh av = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r]));
@@ -58,10 +61,10 @@ __attribute__((noinline)) void chain_dot(const void* a_KR, const void* b_KP, int
   }
 }
 
-const ChainTable kDot = {{chain_dot<1, false>, chain_dot<2, false>, chain_dot<3, false>, chain_dot<4, false>,
-                          chain_dot<5, false>, chain_dot<6, false>},
-                         {chain_dot<1, true>, chain_dot<2, true>, chain_dot<3, true>, chain_dot<4, true>,
-                          chain_dot<5, true>, chain_dot<6, true>}};
+#define TBIK_ROWS(chain, lines) \
+  {chain<1, lines>, chain<2, lines>, chain<3, lines>, chain<4, lines>, chain<5, lines>, chain<6, lines>}
+const ChainTable kDot = {{TBIK_ROWS(chain_dot, 1), TBIK_ROWS(chain_dot, 2), TBIK_ROWS(chain_dot, 4)}};
+#undef TBIK_ROWS
 
 }  // namespace
 }  // namespace avx512_bf16

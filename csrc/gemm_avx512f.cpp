@@ -28,19 +28,26 @@ namespace avx512f {
 
 namespace {
 
-// B is read once: ask for the line 2 KiB ahead. Beyond the end of the panel a prefetch is harmless.
-constexpr int64_t kAhead = 2048;
+// A lies in the order in which it is read, so the next tile's values follow: ask for the line 3 KiB ahead (a tile of
+// 128 steps). Beyond the end a prefetch is harmless.
+constexpr int64_t kAheadA = 3072;
 
-template <bool kStream>
-inline void prefetch(const void* b, int line) {
-  if constexpr (kStream) _mm_prefetch(static_cast<const char*>(b) + kAhead + line * 64, _MM_HINT_T0);
+// Lines k * kLines ... of `ahead`: into L1 if this tile is (nearly) the only one, else into L2.
+template <int kLines>
+inline void prefetch(const void* a, const char*& ahead) {
+  _mm_prefetch(static_cast<const char*>(a) + kAheadA, _MM_HINT_T0);
+#pragma GCC unroll 4
+  for (int i = 0; i < kLines; ++i) _mm_prefetch(ahead + i * 64, kLines > 1 ? _MM_HINT_T0 : _MM_HINT_T1);
+  ahead += kLines * 64;
 }
 
-template <int R, bool kStream>
-__attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+template <int R, int kLines>
+__attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                                         const void* ahead) {
   const float* a = static_cast<const float*>(a_KR);
   const float* b = static_cast<const float*>(b_KP);
   float* out = static_cast<float*>(acc_RP);
+  const char* line = static_cast<const char*>(ahead);
   __m512 acc[R][4];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -48,12 +55,10 @@ __attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int
     for (int j = 0; j < 4; ++j) acc[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanel + j * 16);
   }
   for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+    prefetch<kLines>(a, line);
     __m512 bv[4];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      bv[j] = _mm512_loadu_ps(b + j * 16);
-      prefetch<kStream>(b, j);
-    }
+    for (int j = 0; j < 4; ++j) bv[j] = _mm512_loadu_ps(b + j * 16);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       const __m512 av = _mm512_set1_ps(a[r]);
@@ -68,11 +73,13 @@ __attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int
   }
 }
 
-template <int R, bool kStream>
-__attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+template <int R, int kLines>
+__attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                                          const void* ahead) {
   const float* a = static_cast<const float*>(a_KR);
   const uint32_t* b = static_cast<const uint32_t*>(b_KP);
   float* out = static_cast<float*>(acc_RP);
+  const char* line = static_cast<const char*>(ahead);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   __m512 acc[R][4];
 #pragma GCC unroll 6
@@ -81,11 +88,11 @@ __attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, in
     for (int j = 0; j < 4; ++j) acc[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanel + j * 16);
   }
   for (int64_t k = 0; k < steps; ++k, a += 2 * R, b += kPanel) {
+    prefetch<kLines>(a, line);
     __m512 bv[4];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       bv[j] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(b + j * 16), high));
-      prefetch<kStream>(b, j);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -110,11 +117,13 @@ __attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, in
 }
 
 // Two halves of 32 columns: 6 x 32 doubles = 24 accumulators.
-template <int R>
-__attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+template <int R, int kLines>
+__attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                                         const void* ahead) {
   for (int half = 0; half < kPanel; half += 32) {
     const double* a = static_cast<const double*>(a_KR);
     const double* b = static_cast<const double*>(b_KP) + half;
+    const char* line = static_cast<const char*>(ahead) + (half != 0 ? steps * kLines * 64 : 0);
     double* out = static_cast<double*>(acc_RP) + half;
     __m512d acc[R][4];
 #pragma GCC unroll 6
@@ -123,6 +132,7 @@ __attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int
       for (int j = 0; j < 4; ++j) acc[r][j] = first ? _mm512_setzero_pd() : _mm512_loadu_pd(out + r * kPanel + j * 8);
     }
     for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+      prefetch<kLines>(a, line);
       __m512d bv[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) bv[j] = _mm512_loadu_pd(b + j * 8);
@@ -146,6 +156,7 @@ void widen_pairs(float* dst_KP, const uint32_t* src_KP, int64_t pairs) {
   for (int64_t k = 0; k < pairs; ++k, src_KP += kPanel, dst_KP += 2 * kPanel) {
 #pragma GCC unroll 4
     for (int j = 0; j < kPanel; j += 16) {
+      _mm_prefetch(reinterpret_cast<const char*>(src_KP + j) + 2048, _MM_HINT_T0);
       const __m512i both = _mm512_loadu_si512(src_KP + j);
       _mm512_storeu_si512(dst_KP + j, _mm512_and_si512(both, high));
       _mm512_storeu_si512(dst_KP + kPanel + j, _mm512_slli_epi32(both, 16));
@@ -216,16 +227,13 @@ void transpose(uint32_t* dst_CP, const void* const* rows, int64_t cols, bool rot
   }
 }
 
-const ChainTable kF32 = {{chain_f32<1, false>, chain_f32<2, false>, chain_f32<3, false>, chain_f32<4, false>,
-                          chain_f32<5, false>, chain_f32<6, false>},
-                         {chain_f32<1, true>, chain_f32<2, true>, chain_f32<3, true>, chain_f32<4, true>,
-                          chain_f32<5, true>, chain_f32<6, true>}};
-const ChainTable kPair = {{chain_pair<1, false>, chain_pair<2, false>, chain_pair<3, false>, chain_pair<4, false>,
-                           chain_pair<5, false>, chain_pair<6, false>},
-                          {chain_pair<1, true>, chain_pair<2, true>, chain_pair<3, true>, chain_pair<4, true>,
-                           chain_pair<5, true>, chain_pair<6, true>}};
-const ChainTable kF64 = {{chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>},
-                         {chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>}};
+#define TBIK_ROWS(chain, lines) \
+  {chain<1, lines>, chain<2, lines>, chain<3, lines>, chain<4, lines>, chain<5, lines>, chain<6, lines>}
+const ChainTable kF32 = {{TBIK_ROWS(chain_f32, 1), TBIK_ROWS(chain_f32, 2), TBIK_ROWS(chain_f32, 4)}};
+const ChainTable kPair = {{TBIK_ROWS(chain_pair, 1), TBIK_ROWS(chain_pair, 2), TBIK_ROWS(chain_pair, 4)}};
+const ChainTable kF64 = {{TBIK_ROWS(chain_f64, 1), TBIK_ROWS(chain_f64, 2), TBIK_ROWS(chain_f64, 4)}};
+#undef TBIK_ROWS
+
 const Loops kLoops = make_loops(transpose);
 const GemmKernels kKernels = {"avx512f", &kLoops, true, false, &kF32, &kF64, &kPair, nullptr, widen_pairs, widen_f16};
 

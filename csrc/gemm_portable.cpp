@@ -35,7 +35,7 @@ inline float flushed_fma(float a, float b, float c) {
 }
 
 template <int R>
-void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first, const void*) {
   const float* a = static_cast<const float*>(a_KR);
   const float* b = static_cast<const float*>(b_KP);
   float* acc = static_cast<float*>(acc_RP);
@@ -53,7 +53,7 @@ void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, 
 }
 
 template <int R>
-void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first) {
+void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first, const void*) {
   const double* a = static_cast<const double*>(a_KR);
   const double* b = static_cast<const double*>(b_KP);
   double* acc = static_cast<double*>(acc_RP);
@@ -67,10 +67,11 @@ void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, 
   }
 }
 
-const ChainTable kF32 = {{chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>},
-                         {chain_f32<1>, chain_f32<2>, chain_f32<3>, chain_f32<4>, chain_f32<5>, chain_f32<6>}};
-const ChainTable kF64 = {{chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>},
-                         {chain_f64<1>, chain_f64<2>, chain_f64<3>, chain_f64<4>, chain_f64<5>, chain_f64<6>}};
+#define TBIK_ROWS(chain) {chain<1>, chain<2>, chain<3>, chain<4>, chain<5>, chain<6>}
+const ChainTable kF32 = {{TBIK_ROWS(chain_f32), TBIK_ROWS(chain_f32), TBIK_ROWS(chain_f32)}};
+const ChainTable kF64 = {{TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64)}};
+#undef TBIK_ROWS
+
 const Loops kLoops = make_loops(transpose_plain);
 const GemmKernels kKernels = {"portable", &kLoops,           false,          false, &kF32, &kF64, nullptr,
                               nullptr,    widen_pairs_plain, widen_f16_plain};

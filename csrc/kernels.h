@@ -50,13 +50,14 @@ struct Loops {
 };
 
 // acc[r][p] = fma(a[k][r], b[k][p], acc[r][p]) for k = 0, 1, ... steps-1, in this order; acc = +0 first if `first`.
-// a_KR: contiguous, one value per row and step; b_KP: 64 values per step; acc_RP: row stride 64.
-using ChainFn = void (*)(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first);
+// a_KR: contiguous, one value per row and step; b_KP: 64 values per step; acc_RP: row stride 64. `ahead`: memory that
+// will be read soon; a kernel may prefetch `lines` cache lines of it per step. It need not be mapped.
+using ChainFn = void (*)(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
+                         const void* ahead);
 
-// Tables are indexed by rows - 1. `stream` variants prefetch B, which is then read once from memory.
+// tile[l][rows - 1] prefetches 1 << l lines per step: 4 when one tile streams B, 1 when many share a part of it.
 struct ChainTable {
-  ChainFn tile[kTileRows];
-  ChainFn stream[kTileRows];
+  ChainFn tile[3][kTileRows];
 };
 
 struct GemmKernels {

@@ -173,14 +173,15 @@ def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **a
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting", total=len(job.configurations) * job.new_tokens)
-        result = verify.run(
-            job,
-            texts=texts,
-            model=shown,
-            progress=lambda text, steps: bar.update(task, description=text, advance=steps),
-        )
+
+        def progress(text: str, steps: int) -> None:
+            bar.update(task, description=text, advance=steps)
+            if not err.is_terminal and steps == 0:
+                err.print(text)
+
+        result = verify.run(job, texts=texts, model=shown, progress=progress)
     _print_result(result)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")

@@ -32,7 +32,18 @@ from torch.autograd.function import once_differentiable
 from tbik import ops, tree
 from tbik.collectives import Cover, all_reduce
 from tbik.errors import PlanError
-from tbik.ops.linear import CoverRun, PackedWeight, Parallel, acc_dtype, bias_grad, linear_cover, linear_dw, linear_dx
+from tbik.ops.linear import (
+    CoverRun,
+    PackedWeight,
+    Parallel,
+    acc_dtype,
+    bias_grad,
+    linear_cover,
+    linear_dw,
+    linear_dx,
+    require_bias,
+    require_samples,
+)
 from tbik.packing import Packable, PackSpec
 from tbik.plan import Run, TreePlan, leaf_runs
 
@@ -77,7 +88,9 @@ class Linear(Packable):
         _require_matrix("nn.Linear", "weight", weight)
         layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **arguments)
         layer.weight = _parameter(weight)
-        layer.bias = None if bias is None else _parameter(_require_vector("nn.Linear", bias, weight.shape[0]))
+        if bias is not None:
+            require_bias("nn.Linear", bias, weight.shape[0], layer.plan)
+            layer.bias = _parameter(bias)
         return layer
 
     def reset_parameters(self) -> None:
@@ -142,7 +155,9 @@ class RowParallelLinear(Packable):
         self.in_features, self.out_features = in_features, weight.shape[0]
         self.compute_dtype, self.out_dtype = compute_dtype, out_dtype
         self.weight = _parameter(weight)
-        self.bias = None if bias is None else _parameter(_require_vector(where, bias, weight.shape[0]))
+        if bias is not None:
+            require_bias(where, bias, weight.shape[0], plan)
+        self.bias = None if bias is None else _parameter(bias)
 
     @classmethod
     def from_full(cls, weight: Tensor, bias: Tensor | None = None, **arguments: Any) -> RowParallelLinear:
@@ -236,7 +251,7 @@ class ColumnParallelGroup(Packable):
                     f"{list(weight.shape)}"
                 )
             if bias is not None:
-                _require_vector(f"nn.{where}", bias, end - first)
+                require_bias(f"nn.{where}", bias, end - first, plan)
             self.register_parameter(self.weight_names[g], _parameter(weight))
             self.register_parameter(self.bias_names[g], None if bias is None else _parameter(bias))
         self._agreed = self.sharding.size == 1
@@ -255,10 +270,10 @@ class ColumnParallelGroup(Packable):
         )
         held = _held_rows(where, out_features, sharding, arguments.get("held_rows"), arguments.get("head_dim"))
         if biases is not None:
-            biases = [
-                None if bias is None else _share(_require_vector(where, bias, n), rows, 0)
-                for bias, n, rows in zip(biases, out_features, held, strict=True)
-            ]
+            for bias, n in zip(biases, out_features, strict=True):
+                if bias is not None:
+                    require_bias(where, bias, n, sharding.plan)
+            biases = [None if bias is None else _share(bias, rows, 0) for bias, rows in zip(biases, held, strict=True)]
         shares = [_share(weight, rows, 0) for weight, rows in zip(weights, held, strict=True)]
         return cls(shares, biases, out_features=out_features, **arguments)
 
@@ -322,7 +337,8 @@ class ColumnParallelLinear(ColumnParallelGroup):
         head_dim = arguments.get("head_dim")
         (rows,) = _held_rows(where, [weight.shape[0]], sharding, arguments.get("held_rows"), head_dim)
         if bias is not None:
-            bias = _share(_require_vector(where, bias, weight.shape[0]), rows, 0)
+            require_bias(where, bias, weight.shape[0], sharding.plan)
+            bias = _share(bias, rows, 0)
         return cls(_share(weight, rows, 0), bias, out_features=weight.shape[0], **arguments)
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:  # type: ignore[override]
@@ -469,13 +485,6 @@ def _require_matrix(where: str, name: str, weight: Tensor) -> None:
         raise PlanError(f"{where}: expected {name} [N, K], got {shape}")
 
 
-def _require_vector(where: str, bias: Tensor, n: int) -> Tensor:
-    if not isinstance(bias, Tensor) or list(bias.shape) != [n]:
-        shape = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-        raise PlanError(f"{where}: expected bias [{n}], got {shape}")
-    return bias
-
-
 def _parameter(value: Tensor) -> torch.nn.Parameter:
     return value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value.detach())
 
@@ -521,6 +530,7 @@ def _row_parallel(
 ) -> Tensor:
     context = _Context(layer.sharding, compute, layer.out_dtype or x.dtype, sample_offsets)
     run = CoverRun(layer.in_features, *layer.sharding.run)
+    require_samples("nn.RowParallelLinear", x, sample_offsets)
     if isinstance(weight, PackedWeight):
         return _row_forward(context, run, x, weight, layer.bias)
     y: Tensor = _RowParallel.apply(context, run, x, weight, layer.bias)  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ td.n, th.n { text-align: right; }
 .scroll { overflow-x: auto; }
 code, .digest { font: 0.86em/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .digest { padding: 0.08rem 0.4rem; border-radius: 5px; white-space: nowrap; }
-pre { background: #f1f3f6; border-radius: 8px; padding: 0.8rem 1rem; overflow-x: auto; margin: 0.5rem 0;
+pre { background: #f1f3f6; border-radius: 8px; padding: 0.8rem 1rem; white-space: pre-wrap; margin: 0.5rem 0;
   font: 0.86rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .text { white-space: pre-wrap; margin: 0; }
 mark { background: #ffd8b5; border-radius: 3px; }

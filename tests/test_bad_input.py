@@ -128,6 +128,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "slice cuts a leaf": (cover(CoverRun(24, 0, 2)), r"leaves \[0, 2\) of a contraction of 24 are 8 long, x has 12"),
     "dX without members": (lambda: linear_dx([], [], plan=PLAN, compute_dtype=F32, parallel=True), "one grad_output"),
     "dX of another N": (lambda: linear_dx([X], [W], plan=PLAN, compute_dtype=F32, parallel=True), "member 0"),
+    "dW of other rows": (lambda: linear_dw(X, X3, plan=PLAN, compute_dtype=F32), r"got \[4, 12\] and \[2, 2, 12\]"),
+    "dW of ints": (lambda: linear_dw(X.int(), X, plan=PLAN, compute_dtype=F32), "dy is bfloat16.*got torch.int32"),
+    "dX in int8": (lambda: linear_dx([X], [W.T], plan=PLAN, compute_dtype=torch.int8, parallel=True), "compute_dtype"),
     "dX of differing runs": (
         lambda: linear_dx(
             [torch.ones(4, 1)] * 2,
@@ -144,6 +147,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "pack on meta": (lambda: ops.pack_weight(W.to("meta"), plan=PLAN), "expected a CPU tensor, got meta"),
     "pack of int": (lambda: ops.pack_weight(W.int(), plan=PLAN), "got torch.int32"),
     "layer without plan": (lambda: nn.Linear(3, 4, plan=None), "nn.Linear: plan is a tbik.TreePlan"),
+    "layer, fp64 bias": (lambda: nn.Linear.from_full(W, B.double(), plan=PLAN), "bias is float64"),
+    "row layer, fp64 bias": (lambda: nn.RowParallelLinear.from_full(W, B.double(), plan=PLAN), "bias is float64"),
     "layer, wrong x dtype": (lambda: nn.Linear(12, 4, plan=PLAN)(X.bfloat16()), "x is bfloat16, compute_dtype float32"),
     "row that cuts a leaf": (lambda: nn.runs_of_rows(PLAN, 12, [5, 12]), "row 5 cuts a leaf"),
     "TP that cuts a head": (

@@ -407,9 +407,9 @@ def test_verify_group_arguments() -> None:
         (lambda: nn.ColumnParallelGroup([w, w[:, :3]], out_features=[8, 8], plan=plan), r"expected weight \[8, 4\]"),
         (lambda: nn.ColumnParallelGroup([w], [torch.zeros(3)], out_features=[8], plan=plan), r"bias \[8\]"),
         (lambda: nn.ColumnParallelGroup([w[0]], out_features=[8], plan=plan), r"\[N, K\], got \[4\]"),
-        (lambda: nn.RowParallelLinear(w, torch.zeros(3), in_features=4, plan=plan), r"bias \[8\], got \[3\]"),
+        (lambda: nn.RowParallelLinear(w, torch.zeros(3), in_features=4, plan=plan), r"bias \[8\], got shape \[3\]"),
         (lambda: nn.RowParallelLinear(w, in_features=5, plan=plan), r"columns \[0, 5\)"),
-        (lambda: nn.Linear.from_full(w, torch.zeros(9), plan=plan), r"bias \[8\], got \[9\]"),
+        (lambda: nn.Linear.from_full(w, torch.zeros(9), plan=plan), r"bias \[8\], got shape \[9\]"),
         (lambda: nn.Linear(4, 8, plan=plan, parallel="tp"), "'row', 'column' or None"),
         (lambda: nn.Linear(4, 8, plan="8 leaves"), "TreePlan, got str"),
     ]

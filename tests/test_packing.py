@@ -141,8 +141,8 @@ def test_verify_unfrozen_modules_see_every_write() -> None:
         assert_bits_differ(seen[-1], seen[-2], f"{write.__name__} must have changed something")
 
 
-def run_fsdp(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
-    """Three FSDP2 steps: losses' outputs on this rank and the full weights at the end."""
+def run_fsdp(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor], str]:
+    """Three FSDP2 steps: outputs on this rank, the full weights at the end, and what freeze() says to sharded ones."""
     from torch.distributed.fsdp import fully_shard
 
     warnings.filterwarnings("ignore")
@@ -159,7 +159,12 @@ def run_fsdp(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
         y.float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return outputs, [p.full_tensor().detach() for p in module.parameters()]
+    try:
+        tbik.freeze(module)
+        message = "no error"
+    except PlanError as error:
+        message = str(error)
+    return outputs, [p.full_tensor().detach() for p in module.parameters()], message
 
 
 def fsdp_batch(step: int, rank: int) -> Tensor:
@@ -184,6 +189,7 @@ def test_verify_fsdp2_steps_are_not_stale() -> None:
     for rank in range(2):
         for value, parameter in zip(results[rank][1], parameters, strict=True):
             assert_bitwise_equal(value, parameter.detach(), f"weights at the end, rank {rank}")
+        assert "is a DTensor; expected a plain parameter" in results[rank][2]
     assert_bits_differ(results[0][0][2], infer(model(torch.bfloat16), fsdp_batch(2, 0)), "the steps must do something")
 
 

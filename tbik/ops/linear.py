@@ -74,8 +74,8 @@ def linear(
     if isinstance(w, PackedWeight):
         return _packed_linear(where, x, w, bias, plan, compute, out, parallel)
     _require_weight(where, "w", w, x, compute, plan)
-    _require_bias(where, bias, w.shape[0], x, plan)
-    _require_samples(where, x, sample_offsets)
+    _require_bias_beside(where, bias, w.shape[0], x, plan)
+    require_samples(where, x, sample_offsets)
     offsets = None if sample_offsets is None else list(sample_offsets)
     y: Tensor = _linear(x, w, bias, key, compute, out, offsets, parallel == "row", parallel == "column")
     return y
@@ -111,8 +111,8 @@ def linear_group(
         )
     for g, (w, bias) in enumerate(zip(weights, biases, strict=True)):
         _require_weight(where, f"weights[{g}]", w, x, compute, plan)
-        _require_bias(where, bias, w.shape[0], x, plan)
-    _require_samples(where, x, sample_offsets)
+        _require_bias_beside(where, bias, w.shape[0], x, plan)
+    require_samples(where, x, sample_offsets)
     present = [bias for bias in biases if bias is not None]
     has_bias = [bias is not None for bias in biases]
     offsets = None if sample_offsets is None else list(sample_offsets)
@@ -168,6 +168,7 @@ def linear_dx(
     key = _plan_key(where, plan)
     if not weights or len(weights) != len(grad_outputs):
         raise PlanError(f"{where}: expected one grad_output per weight, got {len(grad_outputs)} and {len(weights)}")
+    _require_compute(where, compute_dtype, plan)
     lead = grad_outputs[0].shape[:-1]
     for g, (dy, w) in enumerate(zip(grad_outputs, weights, strict=True)):
         _require_dense(where, f"grad_outputs[{g}]", dy)
@@ -196,8 +197,14 @@ def linear_dw(
     dy [..., N], x [..., K] -> [N, K] in acc_dtype, rounded by plan.grad_wire_dtype from the sample leaf upwards.
     Bits: layout-invariant; dW of 2^j samples that start at a multiple of 2^j is a node of the tree over the batch.
     """
-    key = _plan_key("ops.linear_dw", plan)
-    _require_samples("ops.linear_dw", x, sample_offsets)
+    where = "ops.linear_dw"
+    key = _plan_key(where, plan)
+    _require_dense(where, "dy", dy)
+    _require_dense(where, "x", x)
+    _require_compute(where, compute_dtype, plan)
+    if dy.dim() < 1 or x.dim() < 1 or dy.shape[:-1] != x.shape[:-1]:
+        raise PlanError(f"{where}: expected dy [..., N] and x [..., K], got {_shape(dy)} and {_shape(x)}")
+    require_samples(where, x, sample_offsets)
     offsets = None if sample_offsets is None else list(sample_offsets)
     dw: Tensor = _linear_dw(dy, x, offsets, key, compute_dtype)
     return dw
@@ -205,8 +212,10 @@ def linear_dw(
 
 def bias_grad(dy: Tensor, *, plan: TreePlan, sample_offsets: Sequence[int] | None = None) -> Tensor:
     """dbias[n] = dW[n] for x = 1 (S1). dy [..., N] -> [N] in acc_dtype; no autograd. Bits: layout-invariant."""
-    key = _plan_key("ops.bias_grad", plan)
-    _require_samples("ops.bias_grad", dy, sample_offsets)
+    where = "ops.bias_grad"
+    key = _plan_key(where, plan)
+    _require_dense(where, "dy", dy)
+    require_samples(where, dy, sample_offsets)
     offsets = None if sample_offsets is None else list(sample_offsets)
     db: Tensor = _bias_grad(dy, offsets, key)
     return db
@@ -232,7 +241,7 @@ class PackedWeight:
         self.shape, self.nbytes = w.shape, int(packed.nbytes)
         self.plan, self.run, self.compute_dtype, self.rounds = plan, run, compute_dtype, rounds
         _packs[self.handle] = entry
-        weakref.finalize(self, _packs.pop, self.handle, None)
+        weakref.finalize(self, _packs.pop, self.handle, None).atexit = False
 
     def __repr__(self) -> str:
         return (
@@ -300,7 +309,7 @@ def _packed_linear(
 ) -> Tensor:
     run = CoverRun(w.shape[1], 0, plan.leaves)
     _require_pack(where, w, x, plan, compute, run, parallel == "row")
-    _require_bias(where, bias, w.shape[0], x, plan)
+    _require_bias_beside(where, bias, w.shape[0], x, plan)
     return _call_packed(x, w, bias, 0, out)
 
 
@@ -848,19 +857,25 @@ def _require_weight_dtype(where: str, name: str, w: Tensor, compute: torch.dtype
         )
 
 
-def _require_bias(where: str, bias: Tensor | None, n: int, x: Tensor, plan: TreePlan) -> None:
-    if bias is None:
-        return
+def require_bias(where: str, bias: Tensor, n: int, plan: TreePlan) -> None:
+    """PlanError unless bias is [n] and converts exactly to acc_dtype."""
     _require_dense(where, "bias", bias)
     if bias.dim() != 1 or bias.shape[0] != n:
         raise PlanError(f"{where}: expected bias [{n}], got shape {_shape(bias)}")
-    if bias.device != x.device:
-        raise PlanError(f"{where}: x is on {x.device}, bias on {bias.device}; move one")
     if bias.dtype == torch.float64 and plan.acc_dtype != "float64":
         raise PlanError(f"{where}: bias is float64, the root float32; use bias.float()")
 
 
-def _require_samples(where: str, x: Tensor, sample_offsets: Sequence[int] | None) -> None:
+def _require_bias_beside(where: str, bias: Tensor | None, n: int, x: Tensor, plan: TreePlan) -> None:
+    if bias is None:
+        return
+    require_bias(where, bias, n, plan)
+    if bias.device != x.device:
+        raise PlanError(f"{where}: x is on {x.device}, bias on {bias.device}; move one")
+
+
+def require_samples(where: str, x: Tensor, sample_offsets: Sequence[int] | None) -> None:
+    """PlanError unless x and sample_offsets say where each sample begins."""
     num_rows = math.prod(x.shape[:-1])
     if sample_offsets is None:
         if x.dim() > 3:
