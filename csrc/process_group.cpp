@@ -17,6 +17,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 namespace py = pybind11;
@@ -509,8 +510,14 @@ ProcessGroupTbik::BackendPtr ProcessGroupTbik::split(const c10::intrusive_ptr<c1
                                                      const c10::intrusive_ptr<Options>& options) {
   const auto found = std::find(ranks.begin(), ranks.end(), rank_);
   if (found == ranks.end()) return nullptr;
+  // Groups that are split at once get one store: the members make its keys their own.
+  std::string members;
+  for (int rank : ranks) members += std::to_string(rank) + ",";
+  const int count = splits_[members]++;
+  auto own = c10::make_intrusive<c10d::PrefixStore>("split/" + members + std::to_string(count) + "/", store);
   const py::gil_scoped_acquire gil;
-  return split_(store, static_cast<int>(found - ranks.begin()), static_cast<int>(ranks.size()), options->timeout)
+  return split_(c10::intrusive_ptr<c10d::Store>(std::move(own)), static_cast<int>(found - ranks.begin()),
+                static_cast<int>(ranks.size()), options->timeout)
       .cast<BackendPtr>();
 }
 
@@ -866,8 +873,9 @@ void ProcessGroupTbik::sparse(at::Tensor& tensor, const c10d::ReduceOp& op, Mill
   h[2] = tensor.sparse_dim();
   h[3] = tensor.dim();
   for (int64_t i = 0; i < tensor.dim(); ++i) h[4 + i] = tensor.size(i);
-  at::Tensor heads = at::empty({size_, 16}, at::kLong);
+  at::Tensor heads = at::empty({size_ * 16}, at::kLong);
   movement_->_allgather_base(heads, head, options)->wait(timeout);
+  heads = heads.view({size_, 16});
   int64_t longest = 0;
   for (int p = 0; p < size_; ++p) {
     if (!heads[p].narrow(0, 1, 15).equal(head.narrow(0, 1, 15))) {

@@ -16,8 +16,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -128,6 +131,7 @@ class ProcessGroupTbik final : public c10d::Backend {
   Combine combine_;
   std::string info_;
   std::shared_ptr<Engine> engine_;
+  std::map<std::string, int> splits_;  // of these members, so far
   std::atomic<uint64_t> sequence_{0};
   std::mutex delegated_mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> delegated_;  // perhaps still under way

@@ -85,7 +85,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     """
     if backend_options is not None and type(backend_options).__name__ != "Options":
         raise PlanError(f"tbik: pg_options are not used, got {backend_options!r}; see TBIK_* in tbik/backend.py")
-    return _make(options.store, options.group_rank, options.group_size, options.timeout)
+    return make(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def monitored_barrier(
@@ -117,7 +117,8 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
     return backend
 
 
-def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """The backend object for `size` ranks that share `store`, whose keys belong to this group. Errors: as `create`."""
     compiled = _compiled()
     settings = _Settings.from_environment()
     identity = compiled.host_identity()
@@ -167,7 +168,7 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         one_shot_bytes=ONE_SHOT_BYTES,
         segment_bytes=max(SEGMENT_BYTES[transport] // (max(1, size // 2) if region is not None else 1), 1 << 16),
         check=settings.check,
-        split=_make,
+        split=make,
         cuda=lambda: _nccl(store, rank, size, timeout),
         info=json.dumps(info),
     )

@@ -91,8 +91,11 @@ class Pool:
     After a failed job the groups may be out of step, so the next job starts new processes.
     """
 
-    def __init__(self, world: int, timeout: float = 30.0) -> None:
+    def __init__(
+        self, world: int, timeout: float = 30.0, backend: str = "gloo", environment: dict[str, str] | None = None
+    ) -> None:
         self.world, self.timeout = world, timeout
+        self.backend, self.environment = backend, environment or {}
         self._ranks: list[tuple[Any, connection.Connection]] = []
         self._folder = ""
 
@@ -163,7 +166,16 @@ class Pool:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(theirs, rank, self.world, self._folder, self.timeout, list(sys.path)),
+                args=(
+                    theirs,
+                    rank,
+                    self.world,
+                    self._folder,
+                    self.timeout,
+                    list(sys.path),
+                    self.backend,
+                    self.environment,
+                ),
                 daemon=True,
             )
             process.start()
@@ -189,12 +201,22 @@ def _values(results: Sequence[Outcome]) -> list[Any]:
     return [result.value for result in results]
 
 
-def _serve(pipe: connection.Connection, rank: int, world: int, folder: str, timeout: float, path: list[str]) -> None:
+def _serve(
+    pipe: connection.Connection,
+    rank: int,
+    world: int,
+    folder: str,
+    timeout: float,
+    path: list[str],
+    backend: str,
+    environment: dict[str, str],
+) -> None:
     """A rank's life: jobs come in, outcomes go out, until the pipe closes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(environment)
     groups: dict[int, dist.ProcessGroup] = {}
     while True:
         try:
@@ -204,7 +226,7 @@ def _serve(pipe: connection.Connection, rank: int, world: int, folder: str, time
         start = time.monotonic()
         try:
             function, size, args = pickle.loads(job)
-            group = _group(groups, rank, size, world, folder, timeout)
+            group = _group(groups, rank, size, world, folder, timeout, backend)
             start = time.monotonic()
             outcome = Outcome(value=function(group, *args), elapsed=time.monotonic() - start)
         except BaseException as error:
@@ -219,24 +241,33 @@ def _serve(pipe: connection.Connection, rank: int, world: int, folder: str, time
 
 
 def _group(
-    groups: dict[int, dist.ProcessGroup], rank: int, size: int, world: int, folder: str, timeout: float
+    groups: dict[int, dist.ProcessGroup], rank: int, size: int, world: int, folder: str, timeout: float, backend: str
 ) -> dist.ProcessGroup:
     """The group of ranks 0..size-1. A full-size group is also the default group, so that group=None means it."""
     if size not in groups:
         limit = datetime.timedelta(seconds=timeout)
         store = FileStore(os.path.join(folder, f"store-{size}"), size)
         if size == world:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            if backend == "tbik":
+                import tbik.backend  # noqa: F401
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             assert dist.group.WORLD is not None
             groups[size] = dist.group.WORLD
         else:
-            groups[size] = _plain_group(store, rank, size, limit)
+            groups[size] = _plain_group(store, rank, size, limit, backend)
     return groups[size]
 
 
-def _plain_group(store: Store, rank: int, size: int, limit: datetime.timedelta) -> dist.ProcessGroup:
-    """A gloo group that needs no default group, so that the other ranks of the pool need not take part."""
+def _plain_group(store: Store, rank: int, size: int, limit: datetime.timedelta, name: str) -> dist.ProcessGroup:
+    """A group that needs no default group, so that the other ranks of the pool need not take part."""
     group = dist.ProcessGroup(PrefixStore(f"{size}/", store), rank, size)
+    if name == "tbik":
+        from tbik.backend import make
+
+        custom = dist.ProcessGroup.BackendType.CUSTOM
+        group._set_default_backend(custom)
+        group._register_backend(torch.device("cpu"), custom, make(PrefixStore(f"{size}/tbik/", store), rank, size, limit))
+        return group
     backend = dist.ProcessGroupGloo(PrefixStore(f"{size}/gloo/", store), rank, size, limit)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
