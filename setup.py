@@ -1,4 +1,4 @@
-"""Builds tbik._C (kernels) and tbik._C_dist (the "tbik" process group). Everything else about the package stands in pyproject.toml.
+"""Builds tbik._C (kernels) and tbik._C_dist (process group). Everything else about the package stands in pyproject.toml.
 
     pip install -e . --no-build-isolation          (torch is a build dependency: the one that is installed is used)
     python setup.py build_ext --inplace
@@ -31,8 +31,8 @@ COMPILE = [
     "-Wno-uninitialized",
 ]
 
-# The process group's own module: c10d's classes are tied to one torch minor version, the kernels' are not, and a change in
-# one of the two does not recompile the other. It gets the additions from tbik._C, as function pointers.
+# The process group's own module: c10d's classes are tied to one torch minor version, and a change in one of the two
+# modules does not recompile the other. It gets the additions from tbik._C, as function pointers.
 DIST = ["collective.cpp", "process_group.cpp", "reduce_ops.cpp", "transport_shm.cpp"]
 
 

@@ -159,7 +159,7 @@ std::string describe(const Where& where, int rank, int size) {
   return text;
 }
 
-// --- region ----------------------------------------------------------------------------------------------------------
+// --- region ----------------------------------------------------------------
 
 namespace {
 
@@ -271,7 +271,7 @@ ShmRegion::~ShmRegion() {
   if (base_ != nullptr) munmap(base_, static_cast<size_t>(bytes_));
 }
 
-// --- transport -------------------------------------------------------------------------------------------------------
+// --- transport ----------------------------------------------------------------
 
 ShmTransport::ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world, int cpus)
     : Transport(rank, world), region_(std::move(region)), fork_generation_(fork_generation()) {

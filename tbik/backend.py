@@ -4,9 +4,9 @@
     dist.init_process_group("tbik")              "cpu:tbik,cuda:nccl" keeps CUDA tensors with NCCL
     dist.all_reduce(x)                           x = cast(node(0, W) of the ranks' values)            (ORDER.md B1)
 
-`all_reduce` of a plain tensor has one leaf per rank: deterministic, independent of its size, of the transport and of the
-placement; the world size is in its bits. Layout-invariant results need covers (tbik.all_reduce) or leaves that are nodes
-of a larger tree: this backend alone does not make training or inference independent of the number of ranks.
+`all_reduce` of a plain tensor has one leaf per rank: deterministic, independent of its size, of the transport and of
+the placement; the world size is in its bits. Layout-invariant results need covers (tbik.all_reduce) or leaves that are
+nodes of a larger tree: this backend alone does not make training or inference independent of the number of ranks.
 
 Transport, chosen when a group is made, by all ranks together, and never changed: shared memory where all ranks of the
 group run on one host, gloo otherwise. None of the settings below can change a bit; all ranks must have the same.
@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tbik import __version__, registration
 from tbik.errors import PlanError, TransportError, TransportTimeout
@@ -96,11 +97,11 @@ def monitored_barrier(
     if group is None:
         raise PlanError("tbik.backend.monitored_barrier: there is no process group")
     limit = _backend_of(group).options._timeout if timeout is None else timeout
-    group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+    group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
 
 
 def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """What a group is made of: world size, rank, transport, placement, node size, versions, host and process per rank."""
+    """What a group is made of: world size, rank, transport, placement, node size, versions, each rank's host and pid."""
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise PlanError("tbik.backend.group_info: there is no process group")
@@ -138,10 +139,10 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     hosts = [record["identity"] or f"rank {record['rank']}" for record in records]
     region, reason = _region(compiled, store, rank, size, timeout, settings, hosts)
     node_size = _node_size(settings, hosts)
-    movement = dist.ProcessGroupGloo(dist.PrefixStore("movement/", store), rank, size, timeout=timeout)
+    movement = dist.ProcessGroupGloo(PrefixStore("movement/", store), rank, size, timeout=timeout)
     worker = None
     if region is None:
-        worker = dist.ProcessGroupGloo(dist.PrefixStore("reductions/", store), rank, size, timeout=timeout)
+        worker = dist.ProcessGroupGloo(PrefixStore("reductions/", store), rank, size, timeout=timeout)
     transport = "gloo" if region is None else "shm"
     info = {
         "world_size": size,
@@ -280,7 +281,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
+    return dist.ProcessGroupNCCL(PrefixStore("cuda/", store), rank, size, options)
 
 
 def _compiled() -> Any:

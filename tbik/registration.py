@@ -1,7 +1,7 @@
 """Makes `import tbik` enough for `torch.distributed.init_process_group("tbik")`, without importing torch.
 
-If torch.distributed is loaded, the name "tbik" is registered at once; otherwise when it gets loaded. Only the first group
-imports tbik.backend and the compiled module.
+If torch.distributed is loaded, the name "tbik" is registered at once; otherwise when it gets loaded. Only the first
+group imports tbik.backend and the compiled module.
 """
 
 from __future__ import annotations

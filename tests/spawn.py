@@ -266,7 +266,9 @@ def _plain_group(store: Store, rank: int, size: int, limit: datetime.timedelta, 
 
         custom = dist.ProcessGroup.BackendType.CUSTOM
         group._set_default_backend(custom)
-        group._register_backend(torch.device("cpu"), custom, make(PrefixStore(f"{size}/tbik/", store), rank, size, limit))
+        group._register_backend(
+            torch.device("cpu"), custom, make(PrefixStore(f"{size}/tbik/", store), rank, size, limit)
+        )
         return group
     backend = dist.ProcessGroupGloo(PrefixStore(f"{size}/gloo/", store), rank, size, limit)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -80,7 +80,7 @@ def folded(values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]
         return reference.epilogue(root, out_dtype=dtype) if dtype.is_floating_point else root
 
 
-# --- bits --------------------------------------------------------------------------------------------------------------
+# --- bits ----------------------------------------------------------------
 
 
 def check_sums(group: dist.ProcessGroup, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
@@ -260,7 +260,7 @@ def test_verify_subnormals_survive_a_flushing_process(nine: Pool) -> None:
     nine.run(check_flush, 3)
 
 
-# --- what users of torch.distributed call --------------------------------------------------------------------------------
+# --- what users of torch.distributed call ----------------------------------------------------------------
 
 
 def check_work(group: dist.ProcessGroup) -> None:
@@ -542,7 +542,7 @@ def test_corroborate_distributed_checkpoint(four: Pool, tmp_path: Path) -> None:
     four.run(check_checkpoint, 4, str(tmp_path), deadline=180)
 
 
-# --- construction ------------------------------------------------------------------------------------------------------
+# --- construction ----------------------------------------------------------------
 
 
 def test_importing_tbik_registers_the_backend_without_importing_torch() -> None:
@@ -593,7 +593,7 @@ def test_two_level_puts_one_eighth_on_the_network() -> None:
     assert min(row["between_nodes"] for row in flat) > 1.9 * num_bytes
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------------------
 
 LIMIT_S = 2.0
 

@@ -56,7 +56,7 @@ void require(bool condition, const std::string& text) {
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// --- a second, slow definition -----------------------------------------------------------------------------------------
+// --- a second, slow definition ----------------------------------------------------------------
 
 float widen_bf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -139,7 +139,8 @@ void put(Bytes& bytes, int64_t i, T x) {
 template <class T>
 T root_of(const Case& c, std::vector<T> leaves) {
   if (c.op == Op::kPremulSum && !c.same_factor) {
-    for (size_t r = 0; r < leaves.size(); ++r) leaves[r] = leaves[r] * static_cast<T>(factor_of(c, static_cast<int>(r)));
+    for (size_t r = 0; r < leaves.size(); ++r)
+      leaves[r] = leaves[r] * static_cast<T>(factor_of(c, static_cast<int>(r)));
   }
   T root = tree(c.op, leaves, 0, leaves.size());
   if constexpr (std::is_floating_point_v<T>) {
@@ -223,7 +224,7 @@ Bytes random_values(const Case& c, uint64_t seed) {
   return bytes;
 }
 
-// --- ranks -------------------------------------------------------------------------------------------------------------
+// --- ranks ----------------------------------------------------------------
 
 // body(transport, rank) on `world` threads over one mapping.
 void on_threads(int world, int64_t capacity, const std::function<void(ShmTransport&, int)>& body) {
@@ -254,7 +255,8 @@ void check_bits(uint64_t seed) {
   std::mt19937_64 random(seed);
   const Element elements[] = {Element::kFloat32, Element::kFloat64, Element::kBFloat16, Element::kInt32,
                               Element::kInt8,    Element::kUInt8,   Element::kInt16,    Element::kInt64};
-  const Op ops[] = {Op::kSum, Op::kAvg, Op::kProduct, Op::kMin, Op::kMax, Op::kBand, Op::kBor, Op::kBxor, Op::kPremulSum};
+  const Op ops[] = {Op::kSum,  Op::kAvg, Op::kProduct, Op::kMin,      Op::kMax,
+                    Op::kBand, Op::kBor, Op::kBxor,    Op::kPremulSum};
   int64_t compared = 0;
   for (int world = 1; world <= 9; ++world) {
     std::vector<Case> cases;
@@ -279,7 +281,8 @@ void check_bits(uint64_t seed) {
         std::vector<std::vector<Bytes>> values(cases.size());
         std::vector<Bytes> wanted;
         for (size_t i = 0; i < cases.size(); ++i) {
-          for (int r = 0; r < world; ++r) values[i].push_back(random_values(cases[i], seed + i * 64 + static_cast<size_t>(r)));
+          for (int r = 0; r < world; ++r)
+            values[i].push_back(random_values(cases[i], seed + i * 64 + static_cast<size_t>(r)));
           wanted.push_back(expect(cases[i], values[i]));
         }
         on_threads(world, 32768, [&](ShmTransport& transport, int rank) {
@@ -313,9 +316,10 @@ void check_bits(uint64_t seed) {
             int64_t own = 0;
             for (int p = 0; p < world; ++p) {
               const int64_t rest = cases[i].count - at;
-              const int64_t take = p + 1 == world ? rest : std::min(rest, cases[i].count / world + p - world / 2 > 0
-                                                                              ? cases[i].count / world + p - world / 2
-                                                                              : int64_t{0});
+              const int64_t take = p + 1 == world ? rest
+                                                  : std::min(rest, cases[i].count / world + p - world / 2 > 0
+                                                                       ? cases[i].count / world + p - world / 2
+                                                                       : int64_t{0});
               if (p == rank) own = at;
               scatter.inputs.push_back(z.data() + at * bytes);
               scatter.counts.push_back(take);
@@ -335,7 +339,7 @@ void check_bits(uint64_t seed) {
   std::printf("bits: %lld results equal\n", static_cast<long long>(compared));
 }
 
-// --- processes ---------------------------------------------------------------------------------------------------------
+// --- processes ----------------------------------------------------------------
 
 size_t open_files() {
   size_t count = 0;
@@ -460,7 +464,7 @@ void check_fork() {
   transport->barrier({}, {"barrier", 1, "x", 0, 1});
 }
 
-// --- faults ------------------------------------------------------------------------------------------------------------
+// --- faults ----------------------------------------------------------------
 
 enum class Fault { kKill, kStop, kMissing, kMismatch };
 

@@ -1,4 +1,4 @@
-"""Builds tests/test_transport.cpp, plain and with sanitizers, and runs it: csrc/transport_shm, collective, reduce_ops."""
+"""Builds tests/test_transport.cpp, plain and with sanitizers, and runs it: transport_shm, collective, reduce_ops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ def build(variant: str) -> Path:
     newest = max(path.stat().st_mtime for path in [*sources, *(ROOT / "csrc").glob("*.h"), Path(__file__)])
     if not target.exists() or target.stat().st_mtime < newest:
         target.parent.mkdir(exist_ok=True)
-        command = [str(COMPILER), *FLAGS, *VARIANTS[variant], f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(target)]
+        command = [
+            str(COMPILER),
+            *FLAGS,
+            *VARIANTS[variant],
+            f"-I{ROOT / 'csrc'}",
+            *map(str, sources),
+            "-o",
+            str(target),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
     return target
