@@ -794,10 +794,12 @@ void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const
   // A small A is packed before a thread could be woken.
   const bool small = m * layout.total_steps < (1 << 15);
   (small ? ParallelFor(serial) : parallel)(plan.rows.blocks * num_runs, pack);
-  // A small B stays in L3: then the row blocks are the outer loop, whose part of A stays in L2 and whose part of `out`
-  // is written page by page. Else the panels are: each is packed, if it has to be, and read while it is in L2.
+  // If B is the smaller operand and stays in L3, the row blocks are the outer loop: a block of A stays in L2 and `out`
+  // is written page by page (dW has this shape). Else the panels are: each is packed, if it has to be, and read by all
+  // row blocks while it is in L2.
+  const int64_t a_bytes = m * layout.total_steps * a_step;
   const int64_t b_bytes = ceil_div(b.n, kPanel) * layout.total_steps * kPanel * step_bytes(layout.compute);
-  const bool block_major = plan.rows.blocks > 1 && b_bytes <= kBlockMajorBytes;
+  const bool block_major = plan.rows.blocks > 1 && b_bytes <= std::min(a_bytes, kBlockMajorBytes);
   RightOperand right = b;
   std::optional<PackedB> small_b;
   if (block_major && b.packed == nullptr) {
