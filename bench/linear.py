@@ -59,9 +59,14 @@ def main() -> None:
         "--seconds", type=float, default=1.0, help="time per cell that cheap cells fill with more pairs"
     )
     parser.add_argument("--baseline-isa", default=NO_AMX, help="second baseline: ONEDNN_MAX_CPU_ISA, '' for none")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of one thread, on a busy machine"
+    )
     parser.add_argument("--json", type=Path, help="write machine and rows")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.clock == "cpu" and options.threads != 1:
+        parser.error("--clock cpu counts the calling thread only; use --threads 1")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     shapes = [tuple(int(part) for part in shape.split("x")) for shape in options.shapes]
@@ -150,11 +155,13 @@ def compare(
 ) -> dict[str, float]:
     """Medians over alternating calls; which of the two goes first alternates as well."""
 
+    clock = time.thread_time if options.clock == "cpu" else time.perf_counter
+
     def seconds(call: Callable[[], None]) -> float:
         before()
-        start = time.perf_counter()
+        start = clock()
         call()
-        return time.perf_counter() - start
+        return clock() - start
 
     warm = seconds(ours) + seconds(torchs)
     warm = min(warm, seconds(ours) + seconds(torchs))
@@ -235,6 +242,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": commit,
         "baseline_isa": options.baseline_isa,
+        "clock": options.clock,
     }
 
 
@@ -242,7 +250,8 @@ def show(report: dict[str, Any], options: argparse.Namespace) -> None:
     here = report["machine"]
     console = Console(width=120)
     flags = " ".join(here["flags"])
-    console.print(f"{here['cpu']} ({flags}), {here['threads']} thread(s) of {here['cpus']}, load {here['load']:.1f}")
+    console.print(f"{here['cpu']} ({flags}), {here['threads']} thread(s) of {here['cpus']}")
+    console.print(f"load {here['load']:.1f}, {here['clock']} clock")
     console.print(f"torch {here['torch']}, commit {here['commit'][:12]}, paths {here['paths']}")
     title = "forward + dX + dW, packing included" if options.train else "frozen weights"
     table = Table(title=f"{title}: ratio = torch time / tbik time, median over pairs")

@@ -168,9 +168,11 @@ at::Tensor gemm(const std::vector<at::Tensor>& a, bool a_k_major,
   }
   std::vector<int64_t> lengths;
   const Operands left = operands_of(a, a_k_major, cuts, compute, "a", &lengths);
-  std::shared_ptr<tbik::PackedB> packed;
+  const tbik::PackedB* packed = nullptr;
+  std::vector<tbik::Operand> sources;
+  int64_t n = 0;
   if (const auto* ready = std::get_if<std::shared_ptr<tbik::PackedB>>(&b)) {
-    packed = *ready;
+    packed = ready->get();
     if (packed == nullptr) refuse("gemm: b is None; expected a list of tensors or a Packed");
     if (packed->layout().compute != compute) {
       refuse("gemm: b was packed for compute '" + std::string(tbik::name_of(packed->layout().compute)) + "', got '" +
@@ -190,13 +192,14 @@ at::Tensor gemm(const std::vector<at::Tensor>& a, bool a_k_major,
         }
       }
     }
+    n = packed->n();
   } else {
     const auto& tensors = std::get<std::vector<at::Tensor>>(b);
     const Operands right = operands_of(tensors, b_k_major, cuts, compute, "b", &lengths);
-    packed = std::make_shared<tbik::PackedB>(right.sources, right.rows, layout, parallel);
+    sources = right.sources;
+    n = right.rows;
   }
   const int64_t m = left.rows;
-  const int64_t n = packed->n();
   DType result_dtype = accumulation;
   std::vector<int64_t> shape = {m, n};
   tbik::AlignedBuffer bias_values(nullptr);
@@ -208,8 +211,8 @@ at::Tensor gemm(const std::vector<at::Tensor>& a, bool a_k_major,
     shape.insert(shape.begin(), static_cast<int64_t>(program.outputs.size()));
   }
   at::Tensor out = at::empty(shape, at::TensorOptions().dtype(scalar_type_of(result_dtype)));
-  tbik::gemm(left.sources, m, *packed, layout, program, bias_values.get(), {out.data_ptr(), result_dtype, m * n, n},
-             kernels, parallel);
+  tbik::gemm(left.sources, m, {packed, &sources, n}, layout, program, bias_values.get(),
+             {out.data_ptr(), result_dtype, m * n, n}, kernels, parallel);
   return out;
 }
 

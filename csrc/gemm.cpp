@@ -13,6 +13,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "fpmode.h"
@@ -21,13 +22,13 @@ namespace tbik {
 
 namespace {
 
-constexpr int64_t kBlockSteps = 128;           // steps of B kept in L1 when several tiles share them
-constexpr int64_t kStreamSteps = 512;          // steps per call when one tile reads B once
-constexpr int64_t kStreamAhead = 4096;         // bytes of B asked for ahead of their use
-constexpr int64_t kBlockTiles = 16;            // register tiles of one row block (96 rows)
-constexpr int64_t kShortBlockTiles = 4;        // when chains are short: the slots then fit in L1
-constexpr int64_t kShortChain = 48;            // steps
-constexpr int64_t kWidenPanelBytes = 1 << 18;  // a widened panel is kept for all row blocks up to this size
+constexpr int64_t kBlockSteps = 128;            // steps of B kept in L1 when several tiles share them
+constexpr int64_t kStreamSteps = 512;           // steps per call when one tile reads B once
+constexpr int64_t kStreamAhead = 4096;          // bytes of B asked for ahead of their use
+constexpr int64_t kBlockTiles = 16;             // register tiles of one row block (96 rows)
+constexpr int64_t kShortBlockTiles = 4;         // when chains are short: the slots then fit in L1
+constexpr int64_t kBlockMajorBytes = 16 << 20;  // of packed B, which then stays in L3
+constexpr int64_t kShortChain = 48;             // steps
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -49,6 +50,13 @@ void gather(void* dst, const void* src, int64_t size, int64_t stride, int64_t n)
 
 const char* element(const Operand& x, int64_t row, int64_t k) {
   return static_cast<const char*>(x.data) + (row * x.stride_row + k * x.stride_k) * size_of(x.dtype);
+}
+
+// Rows that lie far apart are asked for this many rows early: no hardware prefetcher follows them.
+constexpr int64_t kRowsAhead = 6;
+
+void prefetch(const char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
 
 // Reads runs of an operand as `to` values rounded to `compute`, whatever the strides.
@@ -139,6 +147,8 @@ class PanelPacker {
       for (int64_t k = 0; k < pairs; ++k) {
         const uint16_t* halves[2];
         for (int h = 0; h < 2; ++h) {
+          const int64_t later = 2 * k + h + kRowsAhead;
+          if (later < count) prefetch(element(x, n0, k0 + later), columns * size_of(x.dtype));
           if (x.dtype == DType::kBFloat16 && columns == kPanel) {
             halves[h] = reinterpret_cast<const uint16_t*>(element(x, n0, k0 + 2 * k + h));
           } else {
@@ -166,7 +176,11 @@ class PanelPacker {
   void pack_plain(char* dst_KP, const Operand& x, int64_t n0, int64_t columns, int64_t k0, int64_t count) {
     const int64_t bytes = step_bytes(layout_.compute) * kPanel;
     if (x.stride_row == 1 && x.stride_k != 1) {
-      for (int64_t k = 0; k < count; ++k) fill(dst_KP + k * bytes, x, n0, columns, k0 + k);
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t later = k + kRowsAhead;
+        if (later < count) prefetch(element(x, n0, k0 + later), columns * size_of(x.dtype));
+        fill(dst_KP + k * bytes, x, n0, columns, k0 + k);
+      }
       return;
     }
     const int64_t per_round = layout_.compute == DType::kFloat16 ? 2 * kWords : kWords;
@@ -249,9 +263,7 @@ struct Plan {
   std::vector<Run> runs;           // ascending
   std::vector<int64_t> first_run;  // of each chain; num_chains + 1 entries
   const ChainTable* table;
-  bool stream;         // one tile per block: B is read once, prefetch it
   bool widen;          // B is widened to fp32 before the chain reads it
-  bool widen_panel;    // the whole panel at once, kept for all row blocks of the panel
   int64_t a_bytes;     // bytes of one packed value of A (a pair of bf16 for `dot`)
   int64_t a_per_step;  // packed values of A per packed step of B
 };
@@ -275,35 +287,15 @@ class BlockPacker {
     const int64_t row0 = plan_.rows.row(tile0);
     bool along_rows = true;
     for (const Operand& x : sources_) along_rows = along_rows && x.stride_row == 1 && x.stride_k != 1;
+    if (along_rows) {
+      pack_lines(dst, run, begin, count, tile0, tile1);
+      return;
+    }
     const int64_t size = size_of(to_);
     for (int64_t tile = tile0; tile < tile1; ++tile) {
       const int64_t r0 = plan_.rows.row(tile);
       const int64_t rows = plan_.rows.row(tile + 1) - r0;
       char* out = dst + (r0 - row0) * run.steps * plan_.a_per_step * plan_.a_bytes;
-      if (along_rows) {
-        // [index][row] as it comes; for pairs the two indices of a step are interleaved afterwards
-        if (!dot_) {
-          each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
-            for (int64_t i = 0; i < n; ++i) reader_.along_rows(out + (at + i) * rows * size, x, r0, k + i, rows);
-          });
-          const int64_t real = std::min(count, plan_.layout->length[static_cast<size_t>(run.chain)] - begin);
-          std::memset(out + real * rows * size, 0, static_cast<size_t>((count - real) * rows * size));
-        } else {
-          uint16_t* half = reinterpret_cast<uint16_t*>(staged_);
-          std::memset(half, 0, static_cast<size_t>(count * rows * 2));
-          each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
-            for (int64_t i = 0; i < n; ++i) reader_.along_rows(half + (at + i) * rows, x, r0, k + i, rows);
-          });
-          uint32_t* words = reinterpret_cast<uint32_t*>(out);
-          for (int64_t k = 0; k < run.steps; ++k) {
-            for (int64_t r = 0; r < rows; ++r) {
-              words[k * rows + r] =
-                  (static_cast<uint32_t>(half[2 * k * rows + r]) << 16) | half[(2 * k + 1) * rows + r];
-            }
-          }
-        }
-        continue;
-      }
       const int64_t row_bytes = count * size;
       for (int64_t r = 0; r < rows; ++r) {
         char* row = staged_ + r * row_bytes;
@@ -327,6 +319,54 @@ class BlockPacker {
   }
 
  private:
+  // Sources whose rows lie side by side: one index of all rows of the block at a time, then dealt out to the tiles.
+  void pack_lines(char* dst, const Run& run, int64_t begin, int64_t count, int64_t tile0, int64_t tile1) {
+    const int64_t row0 = plan_.rows.row(tile0);
+    const int64_t rows = plan_.rows.row(tile1) - row0;
+    const int64_t values = run.steps * (dot_ ? 1 : plan_.a_per_step);  // per row
+    auto deal = [&](const char* line, int64_t index) {
+      for (int64_t tile = tile0; tile < tile1; ++tile) {
+        const int64_t r = plan_.rows.row(tile) - row0;
+        const int64_t n = plan_.rows.row(tile + 1) - row0 - r;
+        char* out = dst + (r * values + index * n) * plan_.a_bytes;
+        const char* in = line + r * plan_.a_bytes;
+        if (n == kTileRows && plan_.a_bytes == 4) {
+          std::memcpy(out, in, kTileRows * 4);  // a constant: two moves
+        } else {
+          std::memcpy(out, in, static_cast<size_t>(n * plan_.a_bytes));
+        }
+      }
+    };
+    int64_t done = 0;
+    each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+      for (int64_t i = 0; i < n; ++i) {
+        if (i + kRowsAhead < n) prefetch(element(x, row0, k + i + kRowsAhead), rows * size_of(x.dtype));
+        char* line = lines_[dot_ ? (at + i) % 2 : 0];
+        reader_.along_rows(line, x, row0, k + i, rows);
+        if (!dot_) {
+          deal(line, at + i);
+        } else if ((at + i) % 2 == 1) {
+          deal_pair(rows, deal, (at + i) / 2);
+        }
+      }
+      done = at + n;
+    });
+    if (done == count) return;
+    std::memset(lines_[dot_ ? 1 : 0], 0, static_cast<size_t>(rows * size_of(to_)));  // the odd half of the chain
+    if (dot_) {
+      deal_pair(rows, deal, done / 2);
+    } else {
+      deal(lines_[0], done);
+    }
+  }
+
+  template <class Deal>
+  void deal_pair(int64_t rows, const Deal& deal, int64_t index) {
+    plan_.kernels->loops->pair(reinterpret_cast<uint32_t*>(words_), reinterpret_cast<const uint16_t*>(lines_[0]),
+                               reinterpret_cast<const uint16_t*>(lines_[1]), rows);
+    deal(words_, index);
+  }
+
   template <class T>
   static void interleave(T* dst, const T* src, int64_t rows, int64_t count) {
     auto fixed = [&](auto constant) {
@@ -378,15 +418,24 @@ class BlockPacker {
   DType to_;
   Reader reader_;
   alignas(64) char staged_[kTileRows * 2 * kStreamSteps * 8];
+  static constexpr int64_t kLineBytes = kBlockTiles * kTileRows * 8;
+  alignas(64) char lines_[2][kLineBytes];
+  alignas(64) char words_[kLineBytes];
 };
 
 Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m) {
   int64_t nonempty = 0;
   for (int64_t steps : layout.steps) nonempty += steps > 0;
   const bool is_short = nonempty > 0 && layout.total_steps / nonempty < kShortChain;
-  Plan plan{
-      &kernels, &layout, RowCut(m, is_short ? kShortBlockTiles : kBlockTiles), {}, {}, nullptr, false, false, false,
-      0,        1};
+  Plan plan{.kernels = &kernels,
+            .layout = &layout,
+            .rows = RowCut(m, is_short ? kShortBlockTiles : kBlockTiles),
+            .runs = {},
+            .first_run = {},
+            .table = nullptr,
+            .widen = false,
+            .a_bytes = 4,
+            .a_per_step = 1};
   const bool one_tile = plan.rows.tiles == 1;
   switch (layout.compute) {
     case DType::kFloat64:
@@ -413,8 +462,6 @@ Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m)
       break;
   }
   plan.a_bytes = layout.compute == DType::kFloat64 ? 8 : 4;
-  const int64_t widened = layout.total_steps * plan.a_per_step * kPanel * 4;
-  plan.widen_panel = plan.widen && plan.rows.blocks > 1 && widened <= kWidenPanelBytes;
   const int64_t limit = one_tile && !plan.widen ? kStreamSteps : kBlockSteps / plan.a_per_step;
   for (int64_t chain = 0; chain < layout.num_chains(); ++chain) {
     plan.first_run.push_back(static_cast<int64_t>(plan.runs.size()));
@@ -439,9 +486,13 @@ void widen(const Plan& plan, float* dst, const char* src, int64_t steps) {
 template <class T>
 class Task {
  public:
-  Task(const Plan& plan, const Schedule& program, const PackedB& b, const char* a_packed, const T* bias,
+  Task(const Plan& plan, const Schedule& program, const RightOperand& b, const char* a_packed, const T* bias,
        const Result& out)
       : plan_(plan), program_(program), b_(b), a_(a_packed), bias_(bias), out_(out) {
+    if (b.packed == nullptr) {
+      packer_ = std::make_unique<PanelPacker>(*plan.kernels->loops, *plan.layout);
+      fresh_panel_ = aligned_buffer(plan.layout->total_steps * kPanel * step_bytes(plan.layout->compute));
+    }
     int64_t most = 0;
     for (int64_t i = 0; i < plan.rows.blocks; ++i) {
       most = std::max(most, plan.rows.row(plan.rows.tile(i + 1)) - plan.rows.row(plan.rows.tile(i)));
@@ -450,28 +501,29 @@ class Task {
     slots_ = aligned_buffer(program.num_slots * slot_stride_ * static_cast<int64_t>(sizeof(T)));
     raw_.assign(static_cast<size_t>(program.num_slots), false);
     if (plan.widen) {
-      int64_t steps = plan.layout->total_steps;
-      if (!plan.widen_panel) {
-        steps = 0;
-        for (const Run& run : plan.runs) steps = std::max(steps, run.steps);
-      }
+      int64_t steps = 0;
+      for (const Run& run : plan.runs) steps = std::max(steps, run.steps);
       widened_ = aligned_buffer(steps * plan.a_per_step * kPanel * 4);
     }
   }
 
   void run(int64_t panel, int64_t block) {
-    panel_ = b_.panel(panel);
+    if (b_.packed != nullptr) {
+      panel_ = b_.packed->panel(panel);
+    } else if (panel != fresh_panel_index_) {
+      char* fresh = static_cast<char*>(fresh_panel_.get());
+      packer_->pack(fresh, *b_.sources, panel * kPanel, std::min<int64_t>(kPanel, b_.n - panel * kPanel));
+      fresh_panel_index_ = panel;
+      panel_ = fresh;
+    }
     tile0_ = plan_.rows.tile(block);
     tile1_ = plan_.rows.tile(block + 1);
     row0_ = plan_.rows.row(tile0_);
     rows_ = plan_.rows.row(tile1_) - row0_;
-    if (plan_.widen_panel && panel != widened_panel_) {
-      widen(plan_, static_cast<float*>(widened_.get()), panel_, plan_.layout->total_steps);
-      widened_panel_ = panel;
-    }
     const Loops& loops = *plan_.kernels->loops;
     const int64_t n = rows_ * kPanel;
-    for (const Step& step : program_.steps) {
+    for (size_t i = 0; i < program_.steps.size(); ++i) {
+      const Step& step = program_.steps[i];
       T* x = slot(step.slot);
       std::vector<bool>::reference raw = raw_[static_cast<size_t>(step.slot)];
       switch (step.kind) {
@@ -480,7 +532,7 @@ class Task {
           raw = false;
           break;
         case StepKind::kLoad:
-          raw = chain(step.source, x) && !step.round;
+          load_run(i);
           if (step.round) finish_wire(x, n);
           break;
         case StepKind::kAdd: {
@@ -499,7 +551,7 @@ class Task {
         }
       }
     }
-    const int64_t columns = std::min<int64_t>(kPanel, b_.n() - panel * kPanel);
+    const int64_t columns = std::min<int64_t>(kPanel, b_.n - panel * kPanel);
     for (size_t o = 0; o < program_.outputs.size(); ++o) {
       T* x = slot(static_cast<int>(o));
       if (raw_[o]) finish(x, n);
@@ -515,6 +567,18 @@ class Task {
 
  private:
   T* slot(int index) { return static_cast<T*>(slots_.get()) + index * slot_stride_; }
+
+  // Load step i and, under one change of the mode, the load steps right behind it (a leaf and its right sibling).
+  void load_run(size_t& i) {
+    const FpFlushScope flush(plan_.kernels->hardware_flush && plan_.layout->compute != DType::kFloat64);
+    while (true) {
+      const Step& step = program_.steps[i];
+      raw_[static_cast<size_t>(step.slot)] = chain(step.source, slot(step.slot)) && !step.round;
+      const bool more = i + 1 < program_.steps.size() && program_.steps[i + 1].kind == StepKind::kLoad;
+      if (!more || step.round) return;
+      ++i;
+    }
+  }
 
   // slot = chain `index` of the block, without the final +0.0; false if the chain is empty (then the slot is +0).
   bool chain(int64_t index, T* x) {
@@ -532,7 +596,6 @@ class Task {
     // next run meanwhile, each tile its part of it.
     const int level = tiles == 1 ? 2 : tiles < 4 ? 1 : 0;
     const ChainFn* kernels = plan_.table->tile[level];
-    const FpFlushScope flush(plan_.kernels->hardware_flush && layout.compute != DType::kFloat64);
     for (int64_t i = first; i < last; ++i) {
       const Run& run = plan_.runs[static_cast<size_t>(i)];
       const int64_t at = layout.offset[static_cast<size_t>(index)] + run.begin;
@@ -541,12 +604,8 @@ class Task {
       const char* next_end = next + run.steps * b_step;
       int64_t steps = run.steps;
       if (plan_.widen) {
-        float* wide = static_cast<float*>(widened_.get());
-        if (plan_.widen_panel) {
-          wide += at * plan_.a_per_step * kPanel;
-        } else {
-          widen(plan_, wide, b, run.steps);
-        }
+        float* const wide = static_cast<float*>(widened_.get());
+        widen(plan_, wide, b, run.steps);
         b = reinterpret_cast<const char*>(wide);
         steps *= plan_.a_per_step;
       }
@@ -581,7 +640,10 @@ class Task {
 
   const Plan& plan_;
   const Schedule& program_;
-  const PackedB& b_;
+  const RightOperand& b_;
+  std::unique_ptr<PanelPacker> packer_;
+  AlignedBuffer fresh_panel_;
+  int64_t fresh_panel_index_ = -1;
   const char* a_;
   const T* bias_;
   const Result& out_;
@@ -589,7 +651,6 @@ class Task {
   AlignedBuffer slots_;
   AlignedBuffer widened_;
   std::vector<bool> raw_;
-  int64_t widened_panel_ = -1;
   const char* panel_ = nullptr;
   int64_t tile0_ = 0;
   int64_t tile1_ = 0;
@@ -618,12 +679,19 @@ char* packed_a_buffer(int64_t bytes, AlignedBuffer& fresh) {
 void serial(int64_t count, const std::function<void(int64_t, int64_t)>& body) { body(0, count); }
 
 template <class T>
-void run_tasks(const Plan& plan, const Schedule& program, const PackedB& b, const char* a, const void* bias,
-               const Result& out, const ParallelFor& parallel) {
-  parallel(b.panels() * plan.rows.blocks, [&](int64_t begin, int64_t end) {
+void run_tasks(const Plan& plan, const Schedule& program, const RightOperand& b, const char* a, const void* bias,
+               const Result& out, bool block_major, const ParallelFor& parallel) {
+  const int64_t panels = ceil_div(b.n, kPanel);
+  parallel(panels * plan.rows.blocks, [&](int64_t begin, int64_t end) {
     const FpIeeeScope ieee;
     Task<T> task(plan, program, b, a, static_cast<const T*>(bias), out);
-    for (int64_t i = begin; i < end; ++i) task.run(i / plan.rows.blocks, i % plan.rows.blocks);
+    for (int64_t i = begin; i < end; ++i) {
+      if (block_major) {
+        task.run(i % panels, i / panels);
+      } else {
+        task.run(i / plan.rows.blocks, i % plan.rows.blocks);
+      }
+    }
   });
 }
 
@@ -701,11 +769,11 @@ const char* PackedB::panel(int64_t index) const {
   return static_cast<const char*>(data_.get()) + index * layout_.total_steps * kPanel * step_bytes(layout_.compute);
 }
 
-void gemm(const std::vector<Operand>& a, int64_t m, const PackedB& b, const ChainLayout& layout,
+void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const ChainLayout& layout,
           const Schedule& program, const void* bias, const Result& out, const GemmKernels& kernels,
           const ParallelFor& parallel) {
   require_narrowing("gemm", accumulation(layout.compute), program, out.dtype);
-  if (m == 0 || b.n() == 0) return;
+  if (m == 0 || b.n == 0) return;
   const Plan plan = make_plan(kernels, layout, m);
   const int64_t a_step = plan.a_per_step * plan.a_bytes;
   AlignedBuffer fresh;
@@ -726,10 +794,22 @@ void gemm(const std::vector<Operand>& a, int64_t m, const PackedB& b, const Chai
   // A small A is packed before a thread could be woken.
   const bool small = m * layout.total_steps < (1 << 15);
   (small ? ParallelFor(serial) : parallel)(plan.rows.blocks * num_runs, pack);
+  // If B is the smaller operand and stays in L3, the row blocks are the outer loop: a block of A stays in L2 and `out`
+  // is written page by page (dW has this shape). Else the panels are: each is packed, if it has to be, and read by all
+  // row blocks while it is in L2.
+  const int64_t a_bytes = m * layout.total_steps * a_step;
+  const int64_t b_bytes = ceil_div(b.n, kPanel) * layout.total_steps * kPanel * step_bytes(layout.compute);
+  const bool block_major = plan.rows.blocks > 1 && b_bytes <= std::min(a_bytes, kBlockMajorBytes);
+  RightOperand right = b;
+  std::optional<PackedB> small_b;
+  if (block_major && b.packed == nullptr) {
+    small_b.emplace(*b.sources, b.n, layout, parallel);
+    right.packed = &*small_b;
+  }
   if (layout.compute == DType::kFloat64) {
-    run_tasks<double>(plan, program, b, packed, bias, out, parallel);
+    run_tasks<double>(plan, program, right, packed, bias, out, block_major, parallel);
   } else {
-    run_tasks<float>(plan, program, b, packed, bias, out, parallel);
+    run_tasks<float>(plan, program, right, packed, bias, out, block_major, parallel);
   }
 }
 
@@ -786,7 +866,8 @@ double time_bf16(const GemmKernels& kernels) {
   std::vector<float> out(static_cast<size_t>(kRows * kPanel));
   const std::vector<Operand> operand = {{ones.data(), DType::kBFloat16, kDepth, 1}};
   const ChainLayout layout({{0, kDepth}}, DType::kBFloat16);
-  const PackedB b(operand, kPanel, layout, serial);
+  const PackedB packed(operand, kPanel, layout, serial);
+  const RightOperand b{&packed, nullptr, kPanel};
   const Schedule program = schedule(leaf_nodes(0, 1), 1);
   const Result result{out.data(), DType::kFloat32, 0, kPanel};
   double best = 1e9;

@@ -82,8 +82,15 @@ struct Result {
   int64_t stride_row;
 };
 
+// b_NK, packed before or packed in the call: panel by panel, while a panel is in cache and by the thread that uses it.
+struct RightOperand {
+  const PackedB* packed;                // or null
+  const std::vector<Operand>* sources;  // if packed is null
+  int64_t n;
+};
+
 // bias: n values in the accumulation dtype, or null.
-void gemm(const std::vector<Operand>& a, int64_t m, const PackedB& b, const ChainLayout& layout,
+void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const ChainLayout& layout,
           const Schedule& program, const void* bias, const Result& out, const GemmKernels& kernels,
           const ParallelFor& parallel);
 

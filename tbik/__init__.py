@@ -14,7 +14,8 @@ from tbik.registration import register as _register
 from tbik.tree import ORDER_VERSION
 
 if TYPE_CHECKING:
-    from tbik import nn, ops
+    import tbik.nn as nn
+    import tbik.ops as ops
     from tbik.collectives import Cover, all_reduce, reduce_scatter
     from tbik.packing import freeze, unfreeze
 

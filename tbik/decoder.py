@@ -137,8 +137,9 @@ def _rope(fields: Mapping[str, Any], refuse: Callable[[str, str], None]) -> tupl
 
 
 def inverse_frequencies(config: DecoderConfig) -> list[float]:
-    """theta^(-2i/D) for i < D/2, and Llama 3's rescaling of the long wavelengths; Python floats, so one platform's libm
-    decides them: powers are rounded to fp32 by the table builder, which hides its last bits.
+    """theta^(-2i/D) for i < D/2, and Llama 3's rescaling of the long wavelengths.
+
+    Computed in fp64 and later rounded to fp32, which hides the last bits of the platform's pow.
     """
     dim = config.shape.head_dim
     frequencies = [config.rope_theta ** (-2.0 * i / dim) for i in range(dim // 2)]
@@ -391,7 +392,6 @@ class Decoder:
     folder: config.json and *.safetensors. plan: decides the bits (mode "tbik") and the shards (both modes).
     group: the tensor-parallel group, None for one rank. mode: "tbik" or "stock". dtype: the model dtype; weights stored
     in another one are rounded once when they are loaded.
-    parallel: worker threads of a kernel, None = the process's default.
     Errors: PlanError at construction for whatever this decoder does not implement.
     """
 

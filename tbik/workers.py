@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -55,7 +54,8 @@ Task = Callable[[int, Link, Any], None]
 
 SILENCE_S = 300.0
 COLLECTIVE_S = 120.0
-_SETTLE_S = 1.0  # after an error message: a peer that died explains more than the rank that lost it
+_SETTLE_S = 1.0  # how long another rank may take to show that it failed first
+_LOST_A_PEER = ("RuntimeError", "DistBackendError", "DistNetworkError", "TransportError", "TransportTimeout")
 _KEPT_CLASSES = {"PlanError": PlanError, "IntegrityError": IntegrityError}
 
 
@@ -157,16 +157,34 @@ class Workers:
         raise TransportError(f"workers: rank {rank} of {self.world_size} {how}; stopped the other ranks")
 
     def _raise(self, rank: int, name: str, text: str, trace: str) -> None:
-        if name in _KEPT_CLASSES:
-            raise _KEPT_CLASSES[name](text)
-        if issubclass(getattr(sys.modules["tbik.errors"], name, Exception), TransportError):
+        """The error of the rank that failed first: a rank that lost a peer says so a moment after the peer was lost."""
+        if name in _LOST_A_PEER:
+            spoken = {rank}
             deadline = time.monotonic() + _SETTLE_S
             while time.monotonic() < deadline:
-                for other, process in enumerate(self._processes):
-                    if not process.is_alive():
+                for other in set(range(self.world_size)) - spoken:
+                    kind, content = self._last_word(other)
+                    if kind == "dead":
                         self._raise_for_the_dead(other)
+                    if kind == "raised":
+                        spoken.add(other)
+                        if content[0] not in _LOST_A_PEER:
+                            self._raise(other, *content)
                 time.sleep(0.02)
+        if name in _KEPT_CLASSES:
+            raise _KEPT_CLASSES[name](text)
         raise TransportError(f"workers: rank {rank} of {self.world_size} raised {name}: {text}\n{trace}")
+
+    def _last_word(self, rank: int) -> tuple[str, Any]:
+        """("raised", ...) if that is in its pipe, ("dead", None) if it is gone without, else ("", None)."""
+        try:
+            while self._pipes[rank].poll():
+                kind, content = self._pipes[rank].recv()
+                if kind == "raised":
+                    return kind, content
+        except (EOFError, OSError):
+            return "dead", None
+        return ("", None) if self._processes[rank].is_alive() else ("dead", None)
 
 
 def _context(module: str) -> Any:

@@ -7,6 +7,7 @@ Only the standard library and a C11 compiler (CC, cc, gcc or clang) are needed. 
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -692,7 +693,7 @@ def make_linears(oracle):
                 grids = [[values[i : i + columns] for i in range(j, j + count, columns)] for j in (0, count)]
                 case["variants"].append({"bias": with_bias, "out": out, "wire": wire, "y": grids[0], "flat": grids[1]})
 
-            operands = sum(x, []) + sum(w, []) + (bias if with_bias else [])
+            operands = [*itertools.chain(*x, *w), *(bias if with_bias else [])]
             bias_dtype = dtype if with_bias else "none"
             oracle.ask(keep, LINEAR, dtype, wire, out, bias_dtype, (leaves, rows, columns, length), operands)
         oracle.answer()

@@ -27,5 +27,5 @@ def test_verify_links_and_targets_exist() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", TEXT):
         assert (ROOT / target).exists(), target
     makefile = (ROOT / "Makefile").read_text()
-    for name in set(re.findall(r"`?make ([a-z]+)", TEXT)):
+    for name in set(re.findall(r"(?:`|^)make ([a-z]+)", TEXT, flags=re.MULTILINE)):
         assert f"\n{name}: " in makefile or f"\n{name}:\n" in makefile, name
