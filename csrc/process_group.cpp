@@ -30,6 +30,7 @@ using Tensors = std::vector<at::Tensor>;
 
 namespace {
 
+constexpr milliseconds kDrain{5000};
 constexpr milliseconds kGrace{500};  // the worker's own error, which says more, comes first
 constexpr int64_t kGlooMessage = int64_t{8} << 20;
 
@@ -313,19 +314,28 @@ class Engine {
     return stop_;
   }
 
-  // The queued jobs are finished first; each ends by itself, at its limit at the latest.
+  // Queued jobs get kDrain to finish; then the group is given up, so that neither this rank nor its peers wait for the
+  // limit of a call that cannot end any more (a rank that failed elsewhere and cleans up).
   void stop() {
     if (forked()) {
       if (thread_.joinable()) thread_.detach();
       return;
     }
+    const bool on_worker = thread_.get_id() == std::this_thread::get_id();
+    bool idle;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      std::unique_lock<std::mutex> lock(mutex_);
       stop_ = true;
+      wake_.notify_all();
+      const auto until = std::chrono::steady_clock::now() + kDrain;
+      idle = on_worker || wake_.wait_until(lock, until, [this] { return !busy_ && jobs_.empty(); });
     }
-    wake_.notify_all();
+    if (!idle) {
+      transport->abort("rank " + std::to_string(transport->rank()) +
+                       ": the group was shut down or dropped while calls were under way");
+    }
     if (!thread_.joinable()) return;
-    if (thread_.get_id() == std::this_thread::get_id()) {
+    if (on_worker) {
       thread_.detach();  // the last reference fell in a callback of the worker itself
     } else {
       thread_.join();
@@ -351,8 +361,11 @@ class Engine {
       }
       job();
       job = nullptr;  // its tensors and callbacks die here, not under the lock
-      const std::lock_guard<std::mutex> lock(mutex_);
-      busy_ = false;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        busy_ = false;
+      }
+      wake_.notify_all();
     }
   }
 
@@ -478,11 +491,7 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
 
 ProcessGroupTbik::~ProcessGroupTbik() {
   if (Py_IsInitialized() != 0) {
-    {
-      std::optional<py::gil_scoped_release> release;
-      if (PyGILState_Check() != 0) release.emplace();
-      engine_->stop();
-    }
+    stop_engine();
     py::gil_scoped_acquire gil;
     split_ = py::object();
     cuda_ = py::object();
@@ -601,16 +610,19 @@ void ProcessGroupTbik::abort() {
   for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
     if (backend) backend->abort();
   }
+  stop_engine();
+}
+
+// Callbacks of works may want the GIL while the worker finishes.
+void ProcessGroupTbik::stop_engine() {
+  std::optional<py::gil_scoped_release> release;
+  if (PyGILState_Check() != 0) release.emplace();
   engine_->stop();
 }
 
 void ProcessGroupTbik::shutdown() {
   if (engine_->forked()) return;
-  {
-    std::optional<py::gil_scoped_release> release;
-    if (PyGILState_Check() != 0) release.emplace();
-    engine_->stop();
-  }
+  stop_engine();
   if (auto* shm = dynamic_cast<ShmTransport*>(engine_->transport.get())) shm->leave();
   for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
     if (backend) backend->shutdown();

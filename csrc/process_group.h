@@ -118,6 +118,7 @@ class ProcessGroupTbik final : public c10d::Backend {
   WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, Milliseconds timeout, bool async,
                  std::function<void()> body);
   c10d::Backend& mover(const char* activity, const at::Tensor* tensor);
+  void stop_engine();
   WorkPtr track(WorkPtr work);
   Request request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
   void sparse(at::Tensor& tensor, const c10d::ReduceOp& op, Milliseconds timeout);
