@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <sched.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
@@ -478,9 +477,7 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
   }
   std::unique_ptr<Transport> transport;
   if (setup.region) {
-    cpu_set_t cpus;
-    const int count = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-    transport = std::make_unique<ShmTransport>(setup.region, rank, size, count);
+    transport = std::make_unique<ShmTransport>(setup.region, rank, size);
   } else {
     transport = std::make_unique<GroupTransport>(worker_, setup.check);
   }

@@ -59,8 +59,7 @@ class ShmRegion {
 
 class ShmTransport final : public Transport {
  public:
-  // cpus: processors that the ranks share; with fewer processors than ranks a waiting rank gives way earlier.
-  ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world, int cpus);
+  ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world);
   ~ShmTransport() override;
 
   const char* name() const override { return "shm"; }
@@ -84,7 +83,6 @@ class ShmTransport final : public Transport {
 
   std::shared_ptr<ShmRegion> region_;
   int64_t capacity_;
-  int spins_;
   uint64_t round_ = 0;  // of the last exchange
   const std::vector<Part>* parts_ = nullptr;
   bool broken_ = false;

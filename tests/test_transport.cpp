@@ -232,7 +232,7 @@ void on_threads(int world, int64_t capacity, const std::function<void(ShmTranspo
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
-      ShmTransport transport(region, rank, world, 2);
+      ShmTransport transport(region, rank, world);
       transport.set_limit(std::chrono::seconds(60));
       body(transport, rank);
     });
@@ -400,7 +400,7 @@ void check_processes() {
     for (int rank = 0; rank < world; ++rank) {
       children.push_back(start(rank, [&](int r) -> std::string {
         try {
-          ShmTransport transport(ShmRegion::attach(token, world), r, world, 2);
+          ShmTransport transport(ShmRegion::attach(token, world), r, world);
           transport.set_limit(std::chrono::seconds(30));
           Collectives collectives(transport, {}, kCombine);
           collectives.barrier();
@@ -436,7 +436,7 @@ void check_processes() {
     } catch (const TransportError&) {
     }
     try {
-      ShmTransport again(ShmRegion::attach(token, world), 0, world, 2);
+      ShmTransport again(ShmRegion::attach(token, world), 0, world);
       fail("rank 0 attached twice");
     } catch (const TransportError&) {
     }
@@ -447,7 +447,7 @@ void check_processes() {
 // A forked child may not use what it inherited, and does no harm when it drops it.
 void check_fork() {
   auto region = ShmRegion::create(1, 1 << 16);
-  auto transport = std::make_unique<ShmTransport>(region, 0, 1, 2);
+  auto transport = std::make_unique<ShmTransport>(region, 0, 1);
   const Child child = start(0, [&](int) -> std::string {
     std::string text = "no error";
     try {
@@ -496,7 +496,7 @@ double trial(Fault fault, uint64_t seed) {
   for (int rank = 0; rank < world; ++rank) {
     children.push_back(start(rank, [&](int r) -> std::string {
       std::mt19937_64 sizes(seed);  // the same on all ranks
-      ShmTransport transport(ShmRegion::attach(region->token(), world), r, world, 2);
+      ShmTransport transport(ShmRegion::attach(region->token(), world), r, world);
       Settings settings;
       settings.segment_bytes = 16384;
       settings.single_bytes = 16384;
