@@ -52,6 +52,9 @@ const char* element(const Operand& x, int64_t row, int64_t k) {
   return static_cast<const char*>(x.data) + (row * x.stride_row + k * x.stride_k) * size_of(x.dtype);
 }
 
+// Values of one contraction index lie side by side.
+bool is_along_rows(const Operand& x) { return x.stride_row == 1 && x.stride_k != 1; }
+
 // Rows that lie far apart are asked for this many rows early: no hardware prefetcher follows them.
 constexpr int64_t kRowsAhead = 6;
 
@@ -102,7 +105,7 @@ class Reader {
   alignas(64) char rounded_[kChunk * 8];
 };
 
-// Packs one panel of B. dst_KP has total_steps rows of 64.
+// Packs adjacent panels of B, each of total_steps rows of 64.
 class PanelPacker {
  public:
   PanelPacker(const Loops& loops, const ChainLayout& layout)
@@ -110,18 +113,37 @@ class PanelPacker {
     std::memset(zero_row_, 0, sizeof(zero_row_));
   }
 
-  void pack(char* panel, const std::vector<Operand>& sources, int64_t n0, int64_t columns) {
+  // How many adjacent panels are best packed together: where the contraction index strides over whole rows of the
+  // source, a run of 64 columns is a fraction of the page it lies in, and the pages are what costs.
+  static int64_t group(const std::vector<Operand>& sources) {
+    for (const Operand& x : sources) {
+      if (is_along_rows(x)) return 4;
+    }
+    return 1;
+  }
+
+  // Columns [n0, n0 + columns) as ceil(columns / 64) panels.
+  void pack(char* panels, const std::vector<Operand>& sources, int64_t n0, int64_t columns) {
     const int64_t bytes = step_bytes(layout_.compute) * kPanel;
+    const int64_t panel_bytes = layout_.total_steps * bytes;
     for (int64_t chain = 0; chain < layout_.num_chains(); ++chain) {
-      char* dst = panel + layout_.offset[static_cast<size_t>(chain)] * bytes;
+      char* const first = panels + layout_.offset[static_cast<size_t>(chain)] * bytes;
       int64_t position = 0;
       for (size_t s = 0; s < sources.size(); ++s) {
-        const int64_t k0 = layout_.cuts[s][static_cast<size_t>(chain)];
         const int64_t count = layout_.segment(s, chain);
-        if (layout_.compute == DType::kBFloat16) {
-          pack_pairs(reinterpret_cast<uint32_t*>(dst), position, sources[s], n0, columns, k0, count);
-        } else {
-          pack_plain(dst + position * bytes, sources[s], n0, columns, k0, count);
+        const int64_t k0 = layout_.cuts[s][static_cast<size_t>(chain)];
+        const int64_t some = columns > kPanel ? kGroupRows : std::max<int64_t>(count, 1);
+        for (int64_t k = 0; k < count; k += some) {
+          const int64_t n = std::min(some, count - k);
+          for (int64_t column = 0; column < columns; column += kPanel) {
+            char* dst = first + column / kPanel * panel_bytes;
+            const int64_t width = std::min<int64_t>(kPanel, columns - column);
+            if (layout_.compute == DType::kBFloat16) {
+              pack_pairs(reinterpret_cast<uint32_t*>(dst), position + k, sources[s], n0 + column, width, k0 + k, n);
+            } else {
+              pack_plain(dst + (position + k) * bytes, sources[s], n0 + column, width, k0 + k, n);
+            }
+          }
         }
         position += count;
       }
@@ -129,7 +151,8 @@ class PanelPacker {
   }
 
  private:
-  static constexpr int64_t kWords = 64;  // 32-bit words per row and round of a transposition
+  static constexpr int64_t kGroupRows = 32;  // source rows read for all panels of a group before the next
+  static constexpr int64_t kWords = 64;      // 32-bit words per row and round of a transposition
 
   // bf16 values at chain positions [position, position + count); pairs may straddle two sources.
   void pack_pairs(uint32_t* dst_KP, int64_t position, const Operand& x, int64_t n0, int64_t columns, int64_t k0,
@@ -143,7 +166,7 @@ class PanelPacker {
     }
     uint32_t* row = dst_KP + position / 2 * kPanel;
     const int64_t pairs = count / 2;
-    if (x.stride_row == 1 && x.stride_k != 1) {
+    if (is_along_rows(x)) {
       for (int64_t k = 0; k < pairs; ++k) {
         const uint16_t* halves[2];
         for (int h = 0; h < 2; ++h) {
@@ -175,7 +198,7 @@ class PanelPacker {
 
   void pack_plain(char* dst_KP, const Operand& x, int64_t n0, int64_t columns, int64_t k0, int64_t count) {
     const int64_t bytes = step_bytes(layout_.compute) * kPanel;
-    if (x.stride_row == 1 && x.stride_k != 1) {
+    if (is_along_rows(x)) {
       for (int64_t k = 0; k < count; ++k) {
         const int64_t later = k + kRowsAhead;
         if (later < count) prefetch(element(x, n0, k0 + later), columns * size_of(x.dtype));
@@ -286,7 +309,7 @@ class BlockPacker {
     const int64_t tile1 = plan_.rows.tile(block + 1);
     const int64_t row0 = plan_.rows.row(tile0);
     bool along_rows = true;
-    for (const Operand& x : sources_) along_rows = along_rows && x.stride_row == 1 && x.stride_k != 1;
+    for (const Operand& x : sources_) along_rows = along_rows && is_along_rows(x);
     if (along_rows) {
       pack_lines(dst, run, begin, count, tile0, tile1);
       return;
@@ -487,11 +510,12 @@ template <class T>
 class Task {
  public:
   Task(const Plan& plan, const Schedule& program, const RightOperand& b, const char* a_packed, const T* bias,
-       const Result& out)
-      : plan_(plan), program_(program), b_(b), a_(a_packed), bias_(bias), out_(out) {
+       const Result& out, int64_t first_panel, int64_t last_panel)
+      : plan_(plan), program_(program), b_(b), a_(a_packed), bias_(bias), out_(out), last_panel_(last_panel) {
     if (b.packed == nullptr) {
       packer_ = std::make_unique<PanelPacker>(*plan.kernels->loops, *plan.layout);
-      fresh_panel_ = aligned_buffer(plan.layout->total_steps * kPanel * step_bytes(plan.layout->compute));
+      group_ = std::min(PanelPacker::group(*b.sources), last_panel - first_panel + 1);
+      fresh_ = aligned_buffer(group_ * panel_bytes());
     }
     int64_t most = 0;
     for (int64_t i = 0; i < plan.rows.blocks; ++i) {
@@ -510,11 +534,14 @@ class Task {
   void run(int64_t panel, int64_t block) {
     if (b_.packed != nullptr) {
       panel_ = b_.packed->panel(panel);
-    } else if (panel != fresh_panel_index_) {
-      char* fresh = static_cast<char*>(fresh_panel_.get());
-      packer_->pack(fresh, *b_.sources, panel * kPanel, std::min<int64_t>(kPanel, b_.n - panel * kPanel));
-      fresh_panel_index_ = panel;
-      panel_ = fresh;
+    } else {
+      if (panel < fresh_begin_ || panel >= fresh_end_) {
+        fresh_begin_ = panel;
+        fresh_end_ = std::min(panel + group_, last_panel_ + 1);
+        const int64_t n0 = panel * kPanel;
+        packer_->pack(static_cast<char*>(fresh_.get()), *b_.sources, n0, std::min(b_.n, fresh_end_ * kPanel) - n0);
+      }
+      panel_ = static_cast<const char*>(fresh_.get()) + (panel - fresh_begin_) * panel_bytes();
     }
     tile0_ = plan_.rows.tile(block);
     tile1_ = plan_.rows.tile(block + 1);
@@ -566,6 +593,8 @@ class Task {
   }
 
  private:
+  int64_t panel_bytes() const { return plan_.layout->total_steps * kPanel * step_bytes(plan_.layout->compute); }
+
   T* slot(int index) { return static_cast<T*>(slots_.get()) + index * slot_stride_; }
 
   // Load step i and, under one change of the mode, the load steps right behind it (a leaf and its right sibling).
@@ -642,11 +671,14 @@ class Task {
   const Schedule& program_;
   const RightOperand& b_;
   std::unique_ptr<PanelPacker> packer_;
-  AlignedBuffer fresh_panel_;
-  int64_t fresh_panel_index_ = -1;
+  AlignedBuffer fresh_;  // panels [fresh_begin_, fresh_end_)
+  int64_t fresh_begin_ = 0;
+  int64_t fresh_end_ = 0;
+  int64_t group_ = 1;
   const char* a_;
   const T* bias_;
   const Result& out_;
+  int64_t last_panel_;
   int64_t slot_stride_ = 0;
   AlignedBuffer slots_;
   AlignedBuffer widened_;
@@ -684,7 +716,10 @@ void run_tasks(const Plan& plan, const Schedule& program, const RightOperand& b,
   const int64_t panels = ceil_div(b.n, kPanel);
   parallel(panels * plan.rows.blocks, [&](int64_t begin, int64_t end) {
     const FpIeeeScope ieee;
-    Task<T> task(plan, program, b, a, static_cast<const T*>(bias), out);
+    // The panels of this range, if the panels are the outer loop (else b is packed already).
+    const int64_t first_panel = begin / plan.rows.blocks;
+    const int64_t last_panel = (end - 1) / plan.rows.blocks;
+    Task<T> task(plan, program, b, a, static_cast<const T*>(bias), out, first_panel, last_panel);
     for (int64_t i = begin; i < end; ++i) {
       if (block_major) {
         task.run(i % panels, i / panels);
@@ -754,11 +789,13 @@ PackedB::PackedB(const std::vector<Operand>& sources, int64_t n, ChainLayout lay
     : n_(n), layout_(std::move(layout)) {
   data_ = aligned_buffer(nbytes());
   const Loops& loops = *find_path("", DType::kFloat32).loops;
+  const int64_t group = PanelPacker::group(sources);
   parallel(panels(), [&](int64_t begin, int64_t end) {
     const FpIeeeScope ieee;
     PanelPacker packer(loops, layout_);
-    for (int64_t i = begin; i < end; ++i) {
-      packer.pack(const_cast<char*>(panel(i)), sources, i * kPanel, std::min<int64_t>(kPanel, n_ - i * kPanel));
+    for (int64_t i = begin; i < end; i += group) {
+      const int64_t n0 = i * kPanel;
+      packer.pack(const_cast<char*>(panel(i)), sources, n0, std::min(n_, std::min(i + group, end) * kPanel) - n0);
     }
   });
 }

@@ -32,23 +32,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import operator
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tbik import _C, __version__, tree
 from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.plan import Run, TreePlan
 from tbik.tree import ORDER_VERSION, Node
 
+Pair = TypeVar("Pair")
 Op = Literal["sum", "avg"]
 Placement = Literal["auto", "one_shot", "two_shot"]
 
@@ -62,6 +65,7 @@ SEGMENT_BYTES = 1 << 26
 _HEADER_BYTES = 16
 _RECORD_BYTES = 40  # 32 bytes of digest, 8 of length
 _KNOWN_AGREEMENTS = 256
+_MAX_COVER_LEAVES = 2**31 - 1
 _ALIGNMENT = 8
 _ROOT_DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
@@ -88,9 +92,12 @@ class Cover:
     leaves: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", tuple(Node(*node) for node in self.nodes))
-        if isinstance(self.leaves, bool) or not isinstance(self.leaves, int) or self.leaves < 1:
-            raise PlanError(f"Cover.leaves: expected an integer >= 1, got {self.leaves!r}")
+        leaves = self.leaves
+        if isinstance(leaves, bool) or not isinstance(leaves, int) or not 1 <= leaves <= _MAX_COVER_LEAVES:
+            raise PlanError(f"Cover.leaves: expected an integer >= 1 and <= {_MAX_COVER_LEAVES}, got {leaves!r}")
+        object.__setattr__(self, "nodes", _pairs("Cover.nodes", "(level, index) per node value", Node, self.nodes))
+        if not isinstance(self.values, Tensor):
+            raise PlanError(f"Cover.values: expected a tensor, got {type(self.values).__name__}")
         if self.values.dtype not in _ROOT_DTYPES:
             raise PlanError(f"Cover.values: expected float32 or float64 node values, got {self.values.dtype}")
         if self.values.dim() < 1 or self.values.shape[0] != len(self.nodes):
@@ -217,7 +224,7 @@ def _request(
     x: Tensor | Cover,
     out_dtype: torch.dtype | None,
     bias: Tensor | None,
-    runs: Sequence[Run] | None,
+    runs: tuple[Run, ...] | None,
     out: Tensor | None,
 ) -> _Request:
     where = call.collective
@@ -226,16 +233,21 @@ def _request(
         raise PlanError(f"{where}: op must be 'sum' or 'avg', got {call.op!r}")
     if call.placement not in ("auto", "one_shot", "two_shot"):
         raise PlanError(f"{where}: placement must be 'auto', 'one_shot' or 'two_shot', got {call.placement!r}")
-    if call.dst is not None and not 0 <= call.dst < link.size:
-        raise PlanError(f"{where}: dst must be a rank of the group, 0..{link.size - 1}, got {call.dst}")
+    if plan is not None and not isinstance(plan, TreePlan):
+        raise PlanError(f"{where}: plan must be a TreePlan or None, got {plan!r}")
+    if not isinstance(call.wire, bool):
+        raise PlanError(f"{where}: wire must be True or False, got {call.wire!r}")
+    dst = call.dst
+    ranks = range(link.size)
+    if where == "reduce" and (isinstance(dst, bool) or not isinstance(dst, SupportsIndex) or dst not in ranks):
+        raise PlanError(f"{where}: dst must be a rank of the group, 0..{link.size - 1}, got {dst!r}")
     tensor = x.values if isinstance(x, Cover) else x
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
-        kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise PlanError(f"{where}: expected a dense CPU tensor or a Cover, got {kind}")
-    tensor = tensor.detach()
+    if not _is_dense(tensor):
+        raise PlanError(f"{where}: expected a dense CPU tensor or a Cover, got {_describe(tensor)}")
+    tensor = tensor.detach().resolve_neg()  # a pending negation is no part of the memory that the kernels read
     if isinstance(x, Cover):
         shape, nodes, leaves, acc_dtype = tensor.shape[1:], x.nodes, x.leaves, tensor.dtype
-        nodes_by_rank = None if runs is None else _nodes_of_runs(_runs(runs), leaves)
+        nodes_by_rank = None if runs is None else _nodes_of_runs(runs, leaves)
         if nodes_by_rank is not None and len(nodes_by_rank) != link.size:
             raise PlanError(f"{where}: expected one run per rank, {link.size}, got {len(nodes_by_rank)}")
         if nodes_by_rank is not None and nodes_by_rank[link.rank] != nodes:
@@ -259,27 +271,33 @@ def _request(
     if integer and call.op == "avg":
         raise PlanError(f"{where}: the average of {acc_dtype} is not defined; use op='sum' or convert to float32 first")
     default = tensor.dtype
-    out_dtype = out_dtype or default
+    out_dtype = default if out_dtype is None else out_dtype
     allowed = (acc_dtype,) if integer else _ROOT_DTYPES[acc_dtype]
     if out_dtype not in allowed:
-        raise PlanError(f"{where}: a root in {acc_dtype} leaves as one of {allowed}, got out_dtype={out_dtype}")
+        raise PlanError(f"{where}: a root in {acc_dtype} leaves as one of {allowed}, got out_dtype={out_dtype!r}")
     if bias is not None:
-        if integer or not shape or list(bias.shape) != [shape[-1]] or bias.dtype not in _FLOATS:
+        fits = _is_dense(bias) and bias.dtype in _FLOATS and list(bias.shape) == list(shape[-1:])
+        if integer or not shape or not fits:
             raise PlanError(
-                f"{where}: expected a floating-point bias of {list(shape[-1:])} for a floating-point root of "
-                f"{list(shape)}, got {bias.dtype} {list(bias.shape)}"
+                f"{where}: expected a dense floating-point CPU bias of {list(shape[-1:])} for a floating-point root of "
+                f"{list(shape)}, got {_describe(bias)}"
             )
-        bias = bias.detach() if shape[-1] else None  # of an empty root
+        bias = bias.detach().resolve_neg() if shape[-1] else None  # of an empty root
     if where == "reduce_scatter" and (not shape or shape[0] % link.size):
         raise PlanError(f"{where}: {link.size} ranks do not divide dimension 0 of the root, {list(shape)}")
     if out is not None:
         rows = shape if where == "all_reduce" else torch.Size([shape[0] // link.size, *shape[1:]])
-        overlaps = any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True))
-        if out.dtype != out_dtype or out.shape != rows or out.device.type != "cpu" or overlaps:
+        if not _is_dense(out) or out.dtype != out_dtype or out.shape != rows:
             raise PlanError(
-                f"{where}: expected out of {out_dtype} {list(rows)} on the CPU, each element with its own memory, got "
-                f"{out.dtype} {list(out.shape)} on {out.device}"
+                f"{where}: expected out of {out_dtype} {list(rows)}, dense and on the CPU, got {_describe(out)}"
             )
+        if not _is_injective(out):
+            raise PlanError(
+                f"{where}: expected out with strides that give each element its own memory, got strides "
+                f"{list(out.stride())} of {list(out.shape)}"
+            )
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise PlanError(f"{where}: out was made in inference mode and can only be written there")
     if call.wire and (plan is None or not isinstance(x, Cover)):
         raise PlanError(f"{where}: wire=True needs a plan and a Cover; the plan says what the wire is")
     narrow = call.wire and plan is not None and plan.wire_dtype == "bfloat16"
@@ -301,7 +319,7 @@ def _request(
         ("out_dtype", str(out_dtype)),
         ("bias", "no" if bias is None else str(bias.dtype)),
         ("wire", "bfloat16" if narrow else "as it is"),
-        ("runs", "exchanged" if runs is None else str(_runs(runs))),
+        ("runs", "exchanged" if runs is None else str(runs)),
     )
     return _Request(
         rows_kn,
@@ -317,6 +335,37 @@ def _request(
         loss,
         terms,
     )
+
+
+def _is_dense(tensor: object) -> TypeGuard[Tensor]:
+    """One block of CPU memory with strides, which the kernels can read: no subclass that stands for other tensors."""
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and not is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_nested
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+    )
+
+
+def _describe(tensor: object) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    if tensor.is_nested or is_functorch_wrapped_tensor(tensor):
+        return "a nested tensor" if tensor.is_nested else "a tensor inside a torch.func transform"
+    kind = "" if _is_dense(tensor) else f", {type(tensor).__name__} with {tensor.layout} on {tensor.device}"
+    return f"{tensor.dtype} {list(tensor.shape)}{kind}"
+
+
+def _is_injective(tensor: Tensor) -> bool:
+    """Whether the strides show that no two elements share memory: each exceeds the reach of all smaller ones."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return tensor.numel() == 0
+        reach += stride * (size - 1)
+    return True
 
 
 def _narrow(rows: Tensor, where: str) -> tuple[Tensor, str]:
@@ -362,11 +411,21 @@ def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: boo
     return _Order(tuple((rank, row) for _, _, rank, row in held), program)
 
 
-def _runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _runs(runs: Any) -> tuple[Run, ...]:
+    return _pairs("runs", "(lo, hi) of leaves per rank", lambda lo, hi: (lo, hi), runs)
+
+
+def _pairs(name: str, meaning: str, make: Callable[[int, int], Pair], pairs: Any) -> tuple[Pair, ...]:
+    """make(a, b) of each pair of integers; what would have to be rounded or parsed is refused."""
+    made = []
     try:
-        return tuple((int(lo), int(hi)) for lo, hi in runs)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"runs: expected one (lo, hi) of leaves per rank, got {runs!r}") from error
+        for first, second in pairs:
+            if isinstance(first, bool) or isinstance(second, bool):
+                raise TypeError("a bool is no integer here")
+            made.append(make(int(operator.index(first)), int(operator.index(second))))
+    except Exception as error:
+        raise PlanError(f"{name}: expected one {meaning}, in integers, got {pairs!r}") from error
+    return tuple(made)
 
 
 @lru_cache(maxsize=1024)
@@ -381,7 +440,7 @@ def _nodes_of_runs(runs: tuple[Run, ...], leaves: int) -> tuple[tuple[Node, ...]
 
 @lru_cache(maxsize=1024)
 def _require_cover(nodes: tuple[Node, ...], leaves: int) -> None:
-    if any(node.level < 0 or node.index < 0 or node.hi > leaves for node in nodes):
+    if any(not 0 <= node.level <= leaves.bit_length() or node.index < 0 or node.hi > leaves for node in nodes):
         raise PlanError(f"Cover.nodes: expected nodes below leaf {leaves}, got {_spell(nodes)}")
     try:
         merged = tree.schedule(nodes).outputs
@@ -427,15 +486,21 @@ def _perform(
 ) -> tuple[Tensor, _Link]:
     with torch.no_grad():
         # A cover shows whether it is all there, so it may do without a group; runs say how many ranks there are.
-        one_run = runs is not None and len(runs) == 1
-        alone = group is None and isinstance(x, Cover) and (one_run or not _has_default_group())
-        link = _Link(None, 0, 1, _State(), call.collective) if alone else _Link.open(group, call.collective)
+        known_runs: tuple[Run, ...] | None = None
         request: _Request | None = None
         refusal: PlanError | None = None
         try:
-            request = _request(call, link, x, out_dtype, bias, runs, out)
-        except PlanError as error:
-            refusal = error
+            known_runs = None if runs is None else _runs(runs)
+        except Exception as error:
+            refusal = _refusal(call, error)
+        one_run = known_runs is not None and len(known_runs) == 1
+        alone = group is None and isinstance(x, Cover) and (one_run or not _has_default_group())
+        link = _Link(None, 0, 1, _State(), call.collective) if alone else _Link.open(group, call.collective)
+        try:
+            if refusal is None:
+                request = _request(call, link, x, out_dtype, bias, known_runs, out)
+        except Exception as error:
+            refusal = _refusal(call, error)
         if link.size == 1:
             if refusal is not None or request is None:
                 raise refusal or AssertionError
@@ -445,7 +510,7 @@ def _perform(
             root = _fold(order, [request.rows], request, (0, request.shape.numel()))
             return root.view(request.shape), link
         with link.call():
-            nodes_by_rank = _agree(call, link, x, runs, request, refusal)
+            nodes_by_rank = _agree(call, link, x, known_runs, request, refusal)
             assert request is not None  # else _agree raised
             order = _order(nodes_by_rank, request.leaves, request.narrow)
             link.sign(request.terms, nodes_by_rank, request.loss)
@@ -461,6 +526,15 @@ def _perform(
                 bounds = [(0, n if rank == call.dst else 0) for rank in range(link.size)]
                 shape = list(request.shape) if link.rank == call.dst else [0]
             return _my_chunk(link, order, request, counts, bounds, step).view(shape), link
+
+
+def _refusal(call: _Call, error: Exception) -> PlanError:
+    """Whatever is wrong with this rank's arguments as a PlanError, which the other ranks can hear of."""
+    if isinstance(error, PlanError):
+        return error
+    refusal = PlanError(f"{call.collective}: cannot read the arguments: {type(error).__name__}: {error}")
+    refusal.__cause__ = error
+    return refusal
 
 
 def _everywhere(call: _Call, link: _Link, order: _Order, request: _Request, counts: Sequence[int], step: int) -> Tensor:
@@ -723,12 +797,13 @@ def _agree(
     call: _Call,
     link: _Link,
     x: Tensor | Cover,
-    runs: Sequence[Run] | None,
+    runs: tuple[Run, ...] | None,
     request: _Request | None,
     refusal: PlanError | None,
 ) -> tuple[tuple[Node, ...], ...]:
     """The nodes of every rank. PlanError on all ranks where one refuses or two disagree, if an exchange is due."""
-    key = ("" if call.plan is None else call.plan.fingerprint(), None if runs is None else _runs(runs))
+    plan = "" if call.plan is None else call.plan.fingerprint() if isinstance(call.plan, TreePlan) else "no plan"
+    key = (plan, runs)  # after a refusal never among those compared, unless both parts were valid
     check = os.environ.get("TBIK_CHECK") == "1"
     if key in link.state.compared and not check and not (isinstance(x, Cover) and runs is None):
         if refusal is not None:
@@ -740,7 +815,7 @@ def _agree(
         number = (("call number", str(link.state.calls + 1)),) if check else ()
         record |= {"terms": [*request.terms, *number], "nodes": [list(node) for node in request.nodes]}
     records = link.exchange(record)
-    _require_same(call.collective, records)
+    _require_same(call.collective, records, refusal)
     link.state.compared.add(key)
     assert request is not None
     if request.nodes_by_rank is not None:
@@ -748,7 +823,7 @@ def _agree(
     return tuple(tuple(Node(*node) for node in record["nodes"]) for record in records)
 
 
-def _require_same(collective: str, records: Sequence[dict[str, Any]]) -> None:
+def _require_same(collective: str, records: Sequence[dict[str, Any]], refusal: PlanError | None = None) -> None:
     """PlanError naming what each rank said, unless nobody refuses and all terms are equal."""
     refusals = [(rank, record["refusal"]) for rank, record in enumerate(records) if record["refusal"]]
     lines = [f"rank {rank} refuses: {text}" for rank, text in refusals]
@@ -761,7 +836,7 @@ def _require_same(collective: str, records: Sequence[dict[str, Any]]) -> None:
             said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
             lines.append(f"{name}: {said}")
     if lines:
-        raise PlanError(f"{collective}: the ranks cannot make this call together. " + ". ".join(lines))
+        raise PlanError(f"{collective}: the ranks cannot make this call together. " + ". ".join(lines)) from refusal
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ MAX_LEAVES = 4096
 CANDIDATE_LEAVES = range(8, 65)
 PREFERRED_GRANULE = 16
 IMBALANCE_LIMIT = 1.5
+FOREIGN_FIELDS = ("kv_lora_rank", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class TreePlan:
 
     def cuts(self, length: int) -> tuple[int, ...]:
         """Leaf boundaries of a contraction of `length` (tree.cuts)."""
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise PlanError(f"TreePlan.cuts: length: expected an integer >= 0, got {length!r}")
         return tree.cuts(length, self.leaves)
 
     @classmethod
@@ -104,6 +107,11 @@ class TreePlan:
         Errors: PlanError naming, per TP size and contraction, the cut that fails.
         """
         shape = ModelShape.from_config(config)
+        if not isinstance(tp_sizes, Iterable) or isinstance(tp_sizes, str):
+            raise PlanError(f"TreePlan.for_model: tp_sizes: expected integers such as (1, 2, 4), got {tp_sizes!r}")
+        unknown = set(fields) - {"acc_dtype", "wire_dtype", "grad_wire_dtype", "leaf"}
+        if unknown:
+            raise PlanError(f"TreePlan.for_model: it chooses leaves; unknown or fixed fields {sorted(unknown)}")
         sizes = sorted({_positive_int("TreePlan.for_model: TP size", tp) for tp in tp_sizes})
         if not sizes:
             raise PlanError("TreePlan.for_model: expected at least one TP size, got none")
@@ -126,6 +134,7 @@ class TreePlan:
 
     def layout(self, config: ModelShape | Mapping[str, Any] | str | Path | Any, tp: int, equal: bool = False) -> Layout:
         """Which leaves, heads and rows each of `tp` ranks holds. Errors: PlanError naming the cut that fails."""
+        _positive_int("TreePlan.layout: TP size", tp)
         return model_layout(ModelShape.from_config(config), self.leaves, tp, equal)
 
 
@@ -148,31 +157,37 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: ModelShape | Mapping[str, Any] | str | Path | Any) -> ModelShape:
-        """Reads a Hugging Face config: an object, a mapping, a model folder or a config.json."""
+        """Reads a Hugging Face config: an object, a mapping, a model folder or a config.json.
+
+        Errors: PlanError for a missing or impossible length and for models whose attention or MLP is shaped otherwise.
+        """
         if isinstance(config, ModelShape):
             return config
-        if isinstance(config, (str, Path)):
-            path = Path(config)
-            path = path / "config.json" if path.is_dir() else path
-            if not path.is_file():
+        where = "ModelShape.from_config"
+        fields = _config_fields(where, config)
+        if fields.get("text_config") is not None:
+            fields = _config_fields(where, fields["text_config"])
+        for name in FOREIGN_FIELDS:
+            if fields.get(name):
                 raise PlanError(
-                    f"ModelShape.from_config: expected a model folder or a config.json, found no file {path}"
+                    f"{where}: {name}={fields[name]!r}: latent attention and mixtures of experts are not laid out by "
+                    "this version; expected a dense decoder such as Llama or Qwen"
                 )
-            config = json.loads(path.read_text())
-        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
-        if isinstance(fields.get("text_config"), Mapping):
-            fields = fields["text_config"]
         names = ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-        missing = [name for name in names if not isinstance(fields.get(name), int)]
+        missing = [name for name in names if fields.get(name) is None]
         if missing:
-            raise PlanError(
-                f"ModelShape.from_config: the config lacks {missing}; expected a decoder such as Llama or Qwen"
-            )
+            raise PlanError(f"{where}: the config lacks {missing}; expected a decoder such as Llama or Qwen")
+        for name in names:
+            _positive_int(f"{where}: {name}", fields[name])
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        head_dim = fields.get("head_dim")
+        if head_dim is None and hidden % heads:
+            raise PlanError(f"{where}: without head_dim, heads must divide hidden_size, got {heads} and {hidden}")
+        kv_heads = fields.get("num_key_value_heads")
         return cls(
             heads=heads,
-            kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or hidden // heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=hidden // heads if head_dim is None else head_dim,
             hidden=hidden,
             intermediate=fields["intermediate_size"],
             vocab=fields["vocab_size"],
@@ -232,41 +247,67 @@ def best_split(
     """The legal split of [points[0], points[-1]) into `parts` runs between points (ORDER.md T6), None if there is none.
 
     Order of preference: smallest largest size, fewest cover nodes on any rank, lexicographically largest sizes.
+    size(lo, hi) grows with hi and shrinks with lo. O(points^2) steps per part at worst.
     """
     n = len(points)
-    runs = {(i, j): (points[i], points[j]) for i in range(n) for j in range(i + 1, n)}
-    runs = {key: run for key, run in runs.items() if size(*run) > 0 and legal(*run)}
-    for cost in (size, lambda lo, hi: len(tree.cover(lo, hi))):
-        bound = _smallest_largest(runs, n, parts, cost)
+    bounds = [-1, -1]  # largest size, largest number of nodes; -1 = not yet known
+
+    def allowed(i: int, j: int) -> bool:
+        lo, hi = points[i], points[j]
+        if size(lo, hi) <= 0 or not legal(lo, hi):
+            return False
+        return bounds[1] < 0 or len(tree.cover(lo, hi)) <= bounds[1]
+
+    costs: tuple[Callable[[int, int], int], ...] = (size, lambda lo, hi: len(tree.cover(lo, hi)))
+    for which, cost in enumerate(costs):
+        bound = _smallest_largest(points, parts, cost, size, bounds[0], allowed)
         if bound is None:
             return None
-        runs = {key: run for key, run in runs.items() if cost(*run) <= bound}
-    # can_end[r]: points from which `r` runs reach the end
-    can_end: list[set[int]] = [{n - 1}]
-    for _ in range(parts):
-        can_end.append({i for i, j in runs if j in can_end[-1]})
+        bounds[which] = bound
+    can_end: list[set[int]] = [{n - 1}]  # can_end[r]: points from which r runs reach the end
+    for _ in range(parts - 1):
+        goals = can_end[-1]
+        can_end.append(
+            {i for i in range(n) if any(j in goals and allowed(i, j) for j in _ends(points, i, size, bounds[0]))}
+        )
     split, start = [], 0
     for remaining in range(parts - 1, -1, -1):
-        start, run = max(
-            ((j, run) for (i, j), run in runs.items() if i == start and j in can_end[remaining]),
-            key=lambda item: size(*item[1]),
-        )
-        split.append(run)
+        ends = [j for j in _ends(points, start, size, bounds[0]) if j in can_end[remaining] and allowed(start, j)]
+        end = max(ends, key=lambda j: size(points[start], points[j]))
+        split.append((points[start], points[end]))
+        start = end
     return tuple(split)
 
 
+def _ends(points: Sequence[int], i: int, size: Callable[[int, int], int], limit: int) -> Iterable[int]:
+    """The points after i whose run from i is no larger than `limit` (-1 = no limit)."""
+    for j in range(i + 1, len(points)):
+        if limit >= 0 and size(points[i], points[j]) > limit:
+            return
+        yield j
+
+
 def _smallest_largest(
-    runs: Mapping[tuple[int, int], Run], num_points: int, parts: int, cost: Callable[[int, int], int]
+    points: Sequence[int],
+    parts: int,
+    cost: Callable[[int, int], int],
+    size: Callable[[int, int], int],
+    limit: int,
+    allowed: Callable[[int, int], bool],
 ) -> int | None:
     reach: dict[int, int] = {0: 0}  # point -> smallest possible largest cost of the runs so far
-    for _ in range(parts):
+    for part in range(parts):
         following: dict[int, int] = {}
-        for (i, j), run in runs.items():
-            if i in reach:
-                worst = max(reach[i], cost(*run))
-                following[j] = min(worst, following.get(j, worst))
+        for i, so_far in reach.items():
+            last = [len(points) - 1] if part == parts - 1 else None
+            for j in last or _ends(points, i, size, limit):
+                if limit >= 0 and size(points[i], points[j]) > limit:
+                    continue
+                worst = max(so_far, cost(points[i], points[j]))
+                if worst < following.get(j, worst + 1) and allowed(i, j):
+                    following[j] = worst
         reach = following
-    return reach.get(num_points - 1)
+    return reach.get(len(points) - 1)
 
 
 def _kv_heads_of(shape: ModelShape, heads: Run) -> Run:
@@ -304,7 +345,6 @@ def _attention_runs(shape: ModelShape, leaves: int, tp: int, equal: bool) -> tup
                 )
         return runs
     points = [i for i in range(leaves + 1) if q_cuts[i] % shape.head_dim == 0]
-    points = [p for k, p in enumerate(points) if k + 1 == len(points) or q_cuts[points[k + 1]] > q_cuts[p]]
     split = best_split(points, tp, size, kv_present)
     if split is None:
         head_cuts = _shorten([q_cuts[p] // shape.head_dim for p in points[1:-1]]) or "none"
@@ -339,25 +379,40 @@ def _equal_runs(where: str, cuts: Sequence[int], tp: int) -> tuple[Run, ...]:
 
 
 def _explain_no_leaves(shape: ModelShape, sizes: Sequence[int], equal: bool) -> str:
-    lines = [
-        f"TreePlan.for_model: no L in 8..64 serves TP sizes {list(sizes)}. Per TP size, the best L alone fails so:"
-    ]
+    lines = [f"TreePlan.for_model: no L in 8..64 serves TP sizes {list(sizes)} at once. One by one:"]
     for tp in sizes:
-        reasons: dict[str, int] = {}
-        served = []
+        served, reason = [], ""
         for leaves in CANDIDATE_LEAVES:
             try:
                 layout = model_layout(shape, leaves, tp, equal)
             except PlanError as error:
-                reasons.setdefault(str(error), leaves)
+                reason = reason or str(error)
                 continue
             largest, limit = max(hi - lo for lo, hi in layout.heads), IMBALANCE_LIMIT * -(-shape.heads // tp)
             if largest > limit:
-                reasons.setdefault(f"TP={tp}, L={leaves}: largest shard {largest} heads, limit {limit:g}", leaves)
+                reason = reason or f"TP={tp}, L={leaves}: largest shard {largest} heads, limit {limit:g}"
             else:
                 served.append(leaves)
-        lines.append(f"  TP={tp}: served by L in {_shorten(served)}" if served else f"  {next(iter(reasons))}")
+        lines.append(f"  TP={tp}: " + (f"served by L in {_shorten(served)}" if served else f"by no L; first: {reason}"))
     return "\n".join(lines)
+
+
+def _config_fields(where: str, config: Any) -> Mapping[str, Any]:
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise PlanError(f"{where}: expected a model folder or a config.json, found no file {path}")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanError(f"{where}: {path} is no JSON text: {error}") from error
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "__dict__") and not isinstance(config, type):
+        found: dict[str, Any] = vars(config)
+        return found
+    raise PlanError(f"{where}: expected a config object, a mapping, a folder or a file, got {type(config).__name__}")
 
 
 def _shorten(values: Sequence[int]) -> str:
@@ -382,5 +437,7 @@ def _from_key(key: str) -> TreePlan:
                 "use the tbik version that wrote the plan"
             )
         return TreePlan(**fields)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, PlanError):
+            raise
         raise PlanError(f"TreePlan.from_key: expected the text of TreePlan.key(), got {key!r} ({error})") from error

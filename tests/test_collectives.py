@@ -517,18 +517,122 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
         ("overlap", "leaf 1 of 3 is held twice, by ranks 1 and 2"),
         ("missing", "no rank holds leaves [3, 4) of 4"),
         ("runs", "leaf 1 of 3 is held twice, by ranks 1 and 2"),
-        ("shape of runs", "expected one (lo, hi) of leaves per rank, got [0, 1, 2]"),
+        ("shape of runs", "expected one (lo, hi) of leaves per rank, in integers, got [0, 1, 2]"),
         ("my run", "rank 0 holds [(0, 0)], but its run says [(0, 1)]"),
         ("scatter", "3 ranks do not divide dimension 0 of the root, [4, 2]"),
         ("acc_dtype", "the plan's acc_dtype is float32, the cover holds torch.float64"),
         ("wire", "rank 0 refuses: all_reduce: wire=True needs node values that are bf16 values already"),
         ("out", "expected out of torch.float32 [4]"),
-        ("bias", "expected a floating-point bias of [2]"),
+        ("bias", "expected a dense floating-point CPU bias of [2]"),
         ("dst", "dst must be a rank of the group, 0..2, got 3"),
     ],
 )
 def test_verify_unsupported_calls_are_refused(what: str, pattern: str) -> None:
     refused(outcomes(all_refuse_job, 3, what), pattern)
+
+
+class Unreadable:
+    """An argument that no check of types expects."""
+
+    def __eq__(self, other: object) -> bool:
+        raise OSError("unreadable")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(4)])
+
+
+UNTYPED: list[tuple[str, Any, str]] = [
+    ("plan", "x", "plan must be a TreePlan or None, got 'x'"),
+    ("plan", [], "plan must be a TreePlan or None, got []"),
+    ("op", [], "op must be 'sum' or 'avg', got []"),
+    ("op", Unreadable(), "cannot read the arguments: OSError: unreadable"),
+    ("placement", None, "placement must be"),
+    ("wire", "no", "wire must be True or False, got 'no'"),
+    ("bias", [1.0] * 4, "expected a dense floating-point CPU bias of [4] for a floating-point root of [4], got list"),
+    ("bias", torch.ones(4, device="meta"), "on meta"),
+    ("bias", torch.ones(4).to_sparse(), "torch.sparse_coo on cpu"),
+    ("bias", nested, "got a nested tensor"),
+    ("out_dtype", "float32", "got out_dtype='float32'"),
+    ("out_dtype", 0, "got out_dtype=0"),
+    ("out", [0.0] * 4, "expected out of torch.float32 [4], dense and on the CPU, got list"),
+    ("out", torch.ones(4).to_sparse(), "torch.sparse_coo on cpu"),
+    ("out", torch.ones(4, device="meta"), "on meta"),
+    ("x", "x", "expected a dense CPU tensor or a Cover, got str"),
+    ("x", [1.0], "expected a dense CPU tensor or a Cover, got list"),
+    ("x", None, "expected a dense CPU tensor or a Cover, got NoneType"),
+    ("x", torch.ones(4, device="meta"), "on meta"),
+    ("x", nested, "got a nested tensor"),
+    ("x", torch.ones(4).to(torch.float8_e4m3fn), "torch.float8_e4m3fn has no sum here"),
+    ("runs", 5, "runs: expected one (lo, hi) of leaves per rank, in integers, got 5"),
+    ("runs", [(0, 1)], "runs belong to covers"),
+    ("runs", [(0.5, 3.5)] * 3, "in integers, got [(0.5, 3.5)"),
+    ("runs", ["01"] * 3, "in integers, got ['01'"),
+    ("runs", [(False, True)] * 3, "in integers, got [(False, True)"),
+    ("dst", "0", "dst must be a rank of the group, 0..2, got '0'"),
+    ("dst", None, "dst must be a rank of the group, 0..2, got None"),
+    ("dst", True, "dst must be a rank of the group, 0..2, got True"),
+    ("dst", 1.0, "dst must be a rank of the group, 0..2, got 1.0"),
+]
+
+
+def untyped_job(group: dist.ProcessGroup) -> None:
+    """Rank 1 passes something of another type in the first call; every rank hears what, and is still in step."""
+    for name, value, pattern in UNTYPED:
+        usual: dict[str, Any] = {"x": torch.ones(4)} | ({"dst": 0} if name == "dst" else {})
+        odd = {name: value() if value is nested else value} if group.rank() == 1 else {}
+        call: Any = reduce if name == "dst" else all_reduce
+        with pytest.raises(PlanError) as caught:
+            call(group=group, **(usual | odd))
+        assert pattern in str(caught.value), f"{name}: {pattern!r} not in {caught.value}"
+        assert "rank 1 refuses" in str(caught.value)
+    assert_bitwise_equal(all_reduce(torch.ones(4), group), torch.full((4,), 3.0))
+
+
+def test_verify_untyped_arguments_are_refused_on_all_ranks() -> None:
+    run_ranks(untyped_job, 3, timeout=5.0)
+
+
+def test_verify_out_needs_its_own_memory() -> None:
+    """Refused unless the strides show that no two elements of `out` share memory."""
+    cover = Cover(torch.ones(1, 3, 3), (Node(1, 0),), 2)
+    for strides in ((1, 1), (0, 1), (1, 2), (2, 1)):
+        with pytest.raises(PlanError, match="give each element its own memory"):
+            all_reduce(cover, out=torch.zeros(9).as_strided((3, 3), strides))
+    for strides in ((3, 1), (1, 3), (7, 2), (1, 5)):
+        out = torch.zeros(19).as_strided((3, 3), strides)
+        assert_bitwise_equal(all_reduce(cover, out=out), torch.ones(3, 3), str(strides))
+    empty = Cover(torch.ones(1, 0, 3), (Node(1, 0),), 2)
+    all_reduce(empty, out=torch.zeros(9).as_strided((0, 3), (0, 0)))
+    single = Cover(torch.ones(1, 1, 3), (Node(1, 0),), 2)
+    all_reduce(single, out=torch.zeros(9).as_strided((1, 3), (0, 2)))
+    with torch.inference_mode():
+        inference = torch.zeros(3, 3)
+    with pytest.raises(PlanError, match="inference mode"):
+        all_reduce(cover, out=inference)
+
+
+def test_verify_pending_negations_are_resolved() -> None:
+    negated = torch.complex(torch.zeros(3), torch.tensor([1.0, -2.0, 0.0])).conj().imag
+    assert negated.is_neg()
+    want = torch.tensor([-1.0, 2.0, -0.0])
+    cover = Cover(negated[None], (Node(1, 0),), 2)
+    assert_bitwise_equal(all_reduce(cover), want)
+    plan = TreePlan(leaves=2, wire_dtype="bfloat16")
+    resolved = Cover(want[None], cover.nodes, 2)
+    assert_bitwise_equal(all_reduce(cover, plan=plan, wire=True), all_reduce(resolved, plan=plan, wire=True))
+    zeros = Cover(torch.full((1, 3), -0.0), (Node(1, 0),), 2)
+    assert_bitwise_equal(all_reduce(zeros, bias=negated), want)
+
+
+def test_verify_a_tensor_of_a_transform_is_refused() -> None:
+    def total(value: Tensor) -> Tensor:
+        return all_reduce(Cover(value, (Node(1, 0),), 2))
+
+    with pytest.raises(PlanError, match="inside a torch.func transform"):
+        torch.func.vmap(total)(torch.ones(2, 1, 3))
 
 
 def test_verify_cover_is_checked_at_construction() -> None:
@@ -540,9 +644,19 @@ def test_verify_cover_is_checked_at_construction() -> None:
         (torch.ones(2, 3), (Node(0, 0),), 4, "one value per node"),
         (torch.ones(1, 3).bfloat16(), (Node(0, 0),), 4, "float32 or float64"),
         (torch.ones(1, 3), (Node(0, 0),), 0, ">= 1"),
+        (torch.ones(1, 3), (Node(0, 0),), 2.0, "an integer >= 1"),
+        (torch.ones(1, 3), (Node(0, 0),), 2**70, "an integer >= 1 and <="),
+        ([1.0], (Node(0, 0),), 4, "expected a tensor, got list"),
+        (torch.ones(1, 3), 3, 4, "in integers, got 3"),
+        (torch.ones(1, 3), (3,), 4, "in integers"),
+        (torch.ones(1, 3), ((0, 0, 0),), 4, "in integers"),
+        (torch.ones(1, 3), ((0.5, 0),), 4, "in integers"),
+        (torch.ones(1, 3), (("a", []),), 4, "in integers"),
+        (torch.ones(1, 3), ((10**12, 0),), 4, "below leaf 4"),
+        (torch.ones(1, 3), ((-1, 0),), 4, "below leaf 4"),
     ):
         with pytest.raises(PlanError, match=pattern):
-            Cover(values, nodes, leaves)
+            Cover(values, nodes, leaves)  # type: ignore[arg-type]
 
 
 # --- failures: an error within the timeout, the input as it was -------------------------------------------------------

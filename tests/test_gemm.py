@@ -129,6 +129,7 @@ def test_verify_row_alone_equals_row_in_batch(path: str, dtype: torch.dtype) -> 
 def test_verify_threads() -> None:
     """1, 2 and 3 threads: the same bits for the product, the packing and a k-major product."""
     before = torch.get_num_threads()
+    root = _C.run_schedule(0, 8, 8, True)
     try:
         for dtype, name in NAMES.items():
             w = wide_exponents((333, 300), dtype, seed=8)
@@ -138,6 +139,11 @@ def test_verify_threads() -> None:
                 for count in (1, 2, 3):
                     torch.set_num_threads(count)
                     results.append(linear(x, w, 8, FAST[name]))
+                    args = ([x.t().contiguous()], True, [w.t().contiguous()], True, [_C.cuts(300, 8)], root, name)
+                    assert_bitwise_equal(_C.gemm(*args, None, acc(dtype)), results[-1], f"{dtype} M={m}, k-major")
+                    packed = _C.pack([w.t().contiguous()], True, [_C.cuts(300, 8)], name)
+                    args = ([x], False, packed, False, [_C.cuts(300, 8)], root, name)
+                    assert_bitwise_equal(_C.gemm(*args, None, acc(dtype)), results[-1], f"{dtype} M={m}, packed")
                 assert_bitwise_equal(results[1], results[0], f"{dtype} M={m}, 2 threads")
                 assert_bitwise_equal(results[2], results[0], f"{dtype} M={m}, 3 threads")
     finally:

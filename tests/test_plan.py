@@ -48,7 +48,11 @@ def brute_force_attention(shape: ModelShape, leaves: int, tp: int):
     return brute_force_split(range(leaves + 1), tp, lambda lo, hi: (q[hi] - q[lo]) // shape.head_dim, legal)
 
 
-@pytest.mark.parametrize("shape", [SMOLLM2, ModelShape(8, 2, 32, 256, 512, 1000), ModelShape(6, 2, 16, 96, 250, 331)])
+# the last shape has more leaves than q rows: empty leaves
+@pytest.mark.parametrize(
+    "shape",
+    [SMOLLM2, ModelShape(8, 2, 32, 256, 512, 1000), ModelShape(6, 2, 16, 96, 250, 331), ModelShape(2, 1, 2, 4, 8, 8)],
+)
 @pytest.mark.parametrize("leaves", [8, 9, 12, 14])
 def test_verify_shards_against_brute_force(shape, leaves):
     found = 0
@@ -156,7 +160,7 @@ def test_verify_bad_plans_are_refused(fields_, message):
 
 
 @pytest.mark.parametrize(
-    "key", ["", "{}", "8", '{"order_version":2,"leaves":8}', '{"order_version":1,"leafs":8}', "[1]"]
+    "key", ["", "{}", "[" * 100000, "8", '{"order_version":2,"leaves":8}', '{"order_version":1,"leafs":8}', "[1]"]
 )
 def test_verify_bad_keys_are_refused(key):
     with pytest.raises(PlanError, match=r"TreePlan\.from_key"):
@@ -164,13 +168,23 @@ def test_verify_bad_keys_are_refused(key):
 
 
 def test_verify_for_model_names_the_cut_that_fails():
-    with pytest.raises(PlanError, match=r"TP=16, L=8: attention \(9 query heads.*expected TP <= 9") as error:
+    with pytest.raises(
+        PlanError, match=r"TP=16: by no L; first: TP=16, L=8: attention \(9 query heads.*expected TP <= 9"
+    ) as error:
         TreePlan.for_model(SMOLLM2, (2, 16))
     assert "TP=2: served by L in" in str(error.value)
     with pytest.raises(PlanError, match="q cuts 72, 144"):
         TreePlan(leaves=8).layout(SMOLLM2, 2)
     with pytest.raises(PlanError, match="at least one TP size"):
         TreePlan.for_model(SMOLLM2, ())
+    for sizes in (8, None, "12"):
+        with pytest.raises(PlanError, match="tp_sizes: expected integers"):
+            TreePlan.for_model(SMOLLM2, sizes)
+    with pytest.raises(PlanError, match=r"it chooses leaves; .* \['leaves'\]"):
+        TreePlan.for_model(SMOLLM2, (1,), leaves=8)
+    for call in (lambda: TreePlan().cuts(1.5), lambda: TreePlan().layout(LLAMA3_8B, True)):
+        with pytest.raises(PlanError, match="expected an integer"):
+            call()
     with pytest.raises(PlanError, match="TP size: expected an integer >= 1"):
         TreePlan.for_model(SMOLLM2, (0,))
 
@@ -190,5 +204,33 @@ def test_verify_model_shape_reads_configs(tmp_path):
         ModelShape.from_config({"hidden_size": 4})
     with pytest.raises(PlanError, match="found no file"):
         ModelShape.from_config(tmp_path / "nowhere")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "text.json").write_text("{")
+    bad = [None, 7, object, [1], tmp_path / "list.json", tmp_path / "text.json", {**config, "num_attention_heads": 0}]
+    bad += [{**config, "head_dim": 0}, {**config, "hidden_size": 577}, {**config, "num_key_value_heads": 0}]
+    bad += [{**config, "num_experts": 8}, {**config, "kv_lora_rank": 512}, {**config, "vocab_size": 1.5}]
+    for source in bad:
+        with pytest.raises(PlanError, match="ModelShape"):
+            ModelShape.from_config(source)
+
+    class Config:
+        def __init__(self, **fields):
+            self.__dict__.update(fields)
+
+    assert ModelShape.from_config(Config(text_config=Config(**config))) == SMOLLM2
     with pytest.raises(PlanError, match="kv_heads to divide heads"):
         ModelShape(9, 2, 64, 576, 1536, 49152)
+
+
+def test_verify_empty_leaves_belong_to_a_run():
+    """More leaves than q rows: the runs still cover every leaf."""
+    tiny = ModelShape(heads=2, kv_heads=1, head_dim=2, hidden=4, intermediate=8, vocab=8)
+    for leaves in range(1, 40):
+        for tp in (1, 2):
+            try:
+                layout = TreePlan(leaves=leaves).layout(tiny, tp)
+            except PlanError:
+                assert tp == 2
+                continue
+            assert layout.attention[0][0] == 0 and layout.attention[-1][1] == leaves
+    assert TreePlan(leaves=600).layout(SMOLLM2, 1).attention == ((0, 600),)
