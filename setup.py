@@ -1,4 +1,4 @@
-"""Builds tbik._C (kernels) and tbik._C_dist (process group). Everything else about the package stands in pyproject.toml.
+"""Builds tbik._C (kernels) and tbik._C_dist (process group). The rest of the package stands in pyproject.toml.
 
     pip install -e . --no-build-isolation          (torch is a build dependency: the one that is installed is used)
     python setup.py build_ext --inplace

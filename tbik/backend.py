@@ -14,8 +14,8 @@ group run on one host, gloo otherwise. None of the settings below can change a b
     TBIK_TRANSPORT   auto | shm | gloo             shm: refuse instead of falling back
     TBIK_PLACEMENT   auto | one_shot | two_shot | two_level
     TBIK_NODE_SIZE   ranks per node (contiguous); by default what the host names say
-    TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves; shared memory
-                     always does
+    TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves, not only of the
+                     first; without it gloo ends the process where sizes differ. Shared memory always compares
 
 CUDA tensors: moved by NCCL where torch has it; their reductions are refused (no kernel in this version).
 Errors: PlanError when a group is made on ranks that disagree; TransportError where a rank does not come; afterwards
@@ -101,7 +101,7 @@ def monitored_barrier(
 
 
 def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """What a group is made of: world size, rank, transport, placement, node size, versions, each rank's host and pid."""
+    """What a group is made of: world size, rank, transport, placement, node size, versions, ranks' hosts and pids."""
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise PlanError("tbik.backend.group_info: there is no process group")
