@@ -3,7 +3,7 @@
     python bench/all_reduce.py --world 2 4 --rounds 9 --output bench/results/all_reduce.json
 
 In place, blocking, through dist.all_reduce. Before a size is timed, the result is compared with the oracle bit by bit.
-Rounds are interleaved in one job (tbik, gloo, tbik, gloo, ...), because two runs on a shared machine differ by more than
+In place, blocking, through dist.all_reduce. Before a size is timed, the result is compared with the oracle, bit by bit.
 the two methods; a round's time is the slowest rank's mean over its calls. Reported: the median time of each in
 microseconds, and the median, lowest and highest of the rounds' ratios gloo/tbik (above 1: tbik is faster).
 
