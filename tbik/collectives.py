@@ -517,7 +517,7 @@ def _perform(
                 raise PlanError(request.loss)
             order = _order((request.nodes,), request.leaves, request.narrow)
             root = _fold(order, [request.rows], request, (0, request.shape.numel()))
-            return root.view(request.shape), link
+            return _own(root, request.shape), link
         with link.call():
             nodes_by_rank = _agree(call, link, x, known_runs, request, refusal)
             assert request is not None  # else _agree raised
@@ -526,7 +526,7 @@ def _perform(
             counts = [len(nodes) for nodes in nodes_by_rank]
             step = max(1, SEGMENT_BYTES // max(1, max(counts) * request.rows.element_size()))
             if call.collective == "all_reduce":
-                return _everywhere(call, link, order, request, counts, step).view(request.shape), link
+                return _own(_everywhere(call, link, order, request, counts, step), request.shape), link
             n = request.shape.numel()
             if call.dst is None:
                 bounds = [(n // link.size * rank, n // link.size * (rank + 1)) for rank in range(link.size)]
@@ -534,7 +534,13 @@ def _perform(
             else:
                 bounds = [(0, n if rank == call.dst else 0) for rank in range(link.size)]
                 shape = list(request.shape) if link.rank == call.dst else [0]
-            return _my_chunk(link, order, request, counts, bounds, step).view(shape), link
+            return _own(_my_chunk(link, order, request, counts, bounds, step), shape), link
+
+
+def _own(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """flat.view(shape), but no view: autograd forbids in-place edits of a view that was made under no_grad."""
+    view = flat.view(shape)
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def _refusal(call: _Call, error: Exception) -> PlanError:

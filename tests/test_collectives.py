@@ -359,6 +359,56 @@ def test_verify_forms_of_input_and_output(ranks: Pool, world: int) -> None:
     ranks.run(forms_job, world)
 
 
+class SumOfRanks(torch.autograd.Function):
+    """As in tbik.nn: the result of a collective is an output of a function with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, placement: Placement) -> Tensor:
+        return all_reduce(x, group, placement=placement)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy, None, None
+
+
+def editable_job(group: dist.ProcessGroup) -> None:
+    """Results own their memory: autograd lets the caller edit them, as it does with every operator's."""
+    world = group.size()
+    x, weight = torch.ones(world, 6), torch.full((), 3.0, requires_grad=True)
+    cover = Cover(x[None], (Node(0, group.rank()),), world)
+    segment = collectives.SEGMENT_BYTES
+    for collectives.SEGMENT_BYTES in (segment, 16):
+        for result in (
+            *(all_reduce(x, group, placement=placement) for placement in PLACEMENTS),
+            all_reduce(x.int(), group),
+            all_reduce(cover, group, bias=torch.zeros(6)),
+            reduce_scatter(x, group),
+            reduce_scatter(cover, group),
+            reduce(x, 0, group),
+        ):
+            if result is None:
+                continue
+            assert not result._is_view()
+            assert result.is_contiguous()
+            if result.is_floating_point():
+                result.mul_(weight).sum().backward()
+                assert weight.grad is not None
+                assert weight.grad == world * result.numel()
+                weight.grad = None
+        for placement in PLACEMENTS:
+            leaf = x.clone().requires_grad_()
+            y = SumOfRanks.apply(leaf, group, placement)  # type: ignore[no-untyped-call]
+            y += 1.0
+            y.mul_(2.0).sum().backward()
+            assert_bitwise_equal(leaf.grad, torch.full_like(x, 2.0))  # type: ignore[arg-type]
+    collectives.SEGMENT_BYTES = segment
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_verify_results_can_be_edited_in_place(ranks: Pool, world: int) -> None:
+    ranks.run(editable_job, world)
+
+
 def bytes_job(group: dist.ProcessGroup) -> list[int]:
     plan, narrow = TreePlan(leaves=8), TreePlan(leaves=8, wire_dtype="bfloat16")
     run = ((0, 2), (2, 4), (4, 6), (6, 8))
