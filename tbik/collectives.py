@@ -34,6 +34,7 @@ import hashlib
 import json
 import operator
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,10 +124,10 @@ def all_reduce(
     """root = cast(node(0, L) / avg + bias) on every rank.
 
     x: a Cover [k, ...], or a plain tensor [...] as leaf r of W.
-    plan: compared between the ranks once per group and runs. A cover's dtype must be plan.acc_dtype.
+    plan: compared between the ranks once per group and runs. A cover has plan.leaves leaves and dtype plan.acc_dtype.
     op: "avg" divides the root by W, once.
     placement: who adds; cannot change a bit.
-    out_dtype: of the root; by default x's own. bias: [N], N = last dimension of the root, the same on all ranks.
+    out_dtype: of the root; by default x's own. bias: [N], N = last dimension of the root, the same bits on all ranks.
     group: None is the default group; for a cover with one run, or without a default group, this rank alone.
     runs: leaf run of every rank (Layout.mlp and so on); saves the exchange of node lists that a cover otherwise needs.
     wire: the tree is one that plan.wire_dtype narrows (ORDER.md A6); the cover then holds bf16 values already.
@@ -254,6 +255,8 @@ def _request(
             raise PlanError(
                 f"{where}: rank {link.rank} holds {_spell(nodes)}, but its run says {_spell(nodes_by_rank[link.rank])}"
             )
+        if plan is not None and leaves != plan.leaves:
+            raise PlanError(f"{where}: the plan has {plan.leaves} leaves, the cover is of {leaves}")
         if plan is not None and acc_dtype != getattr(torch, plan.acc_dtype):
             raise PlanError(f"{where}: the plan's acc_dtype is {plan.acc_dtype}, the cover holds {acc_dtype}")
     else:
@@ -318,6 +321,7 @@ def _request(
         ("placement", call.placement),
         ("out_dtype", str(out_dtype)),
         ("bias", "no" if bias is None else str(bias.dtype)),
+        ("digest of the bias", "none" if bias is None else _digest(bias)),
         ("wire", "bfloat16" if narrow else "as it is"),
         ("runs", "exchanged" if runs is None else str(runs)),
     )
@@ -356,6 +360,11 @@ def _describe(tensor: object) -> str:
         return "a nested tensor" if tensor.is_nested else "a tensor inside a torch.func transform"
     kind = "" if _is_dense(tensor) else f", {type(tensor).__name__} with {tensor.layout} on {tensor.device}"
     return f"{tensor.dtype} {list(tensor.shape)}{kind}"
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of the bits. Cheap beside a message: a bias is short."""
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
 def _is_injective(tensor: Tensor) -> bool:
@@ -508,7 +517,7 @@ def _perform(
                 raise PlanError(request.loss)
             order = _order((request.nodes,), request.leaves, request.narrow)
             root = _fold(order, [request.rows], request, (0, request.shape.numel()))
-            return root.view(request.shape), link
+            return _own(root, request.shape), link
         with link.call():
             nodes_by_rank = _agree(call, link, x, known_runs, request, refusal)
             assert request is not None  # else _agree raised
@@ -517,7 +526,7 @@ def _perform(
             counts = [len(nodes) for nodes in nodes_by_rank]
             step = max(1, SEGMENT_BYTES // max(1, max(counts) * request.rows.element_size()))
             if call.collective == "all_reduce":
-                return _everywhere(call, link, order, request, counts, step).view(request.shape), link
+                return _own(_everywhere(call, link, order, request, counts, step), request.shape), link
             n = request.shape.numel()
             if call.dst is None:
                 bounds = [(n // link.size * rank, n // link.size * (rank + 1)) for rank in range(link.size)]
@@ -525,7 +534,13 @@ def _perform(
             else:
                 bounds = [(0, n if rank == call.dst else 0) for rank in range(link.size)]
                 shape = list(request.shape) if link.rank == call.dst else [0]
-            return _my_chunk(link, order, request, counts, bounds, step).view(shape), link
+            return _own(_my_chunk(link, order, request, counts, bounds, step), shape), link
+
+
+def _own(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """flat.view(shape), but no view: autograd forbids in-place edits of a view that was made under no_grad."""
+    view = flat.view(shape)
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def _refusal(call: _Call, error: Exception) -> PlanError:
@@ -630,10 +645,12 @@ class _State:
     calls: int = 0
     bytes_sent: int = 0
     broken: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held during a call: messages have no other order
     compared: set[tuple[str, tuple[Run, ...] | None]] = field(default_factory=set)  # plan and runs
     agreements: dict[tuple[bytes, ...], list[dict[str, Any]]] = field(default_factory=dict)
 
 
+_states_lock = threading.Lock()
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, _State] = weakref.WeakKeyDictionary()
 
 
@@ -664,30 +681,40 @@ class _Link:
                 f"{collective}: expected a ProcessGroup that this rank belongs to, got {group!r} "
                 "(of a DeviceMesh pass mesh.get_group())"
             )
-        state = _states.get(group)
-        if state is None:
-            try:
-                group._get_backend(torch.device("cpu"))
-            except RuntimeError as error:
-                raise PlanError(f"{collective}: the group moves no CPU tensors ({error}); add gloo for cpu") from error
-            state = _states.setdefault(group, _State())
+        with _states_lock:
+            state = _states.get(group)
+            if state is None:
+                try:
+                    group._get_backend(torch.device("cpu"))
+                except RuntimeError as error:
+                    raise PlanError(
+                        f"{collective}: the group moves no CPU tensors ({error}); add gloo for cpu"
+                    ) from error
+                state = _states[group] = _State()
         return cls(group, group.rank(), group.size(), state, collective)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Whatever breaks the call off between two messages leaves the ranks out of step: later calls are refused."""
-        if self.state.broken:
-            raise TransportError(
-                f"{self.collective} on rank {self.rank} of {self.size}: an earlier call on this group failed "
-                f"({self.state.broken}). Destroy the group and make a new one"
+        if not self.state.lock.acquire(blocking=False):
+            raise PlanError(
+                f"{self.collective} on rank {self.rank} of {self.size}: another call on this group has not ended; the "
+                "ranks match calls by their order, so make them one after the other, or give each thread its own group"
             )
         try:
+            if self.state.broken:
+                raise TransportError(
+                    f"{self.collective} on rank {self.rank} of {self.size}: an earlier call on this group failed "
+                    f"({self.state.broken}). Destroy the group and make a new one"
+                )
             yield
         except PlanError:
             raise  # agreed by all ranks between two messages: the group is still in step
         except BaseException as error:
-            self.state.broken = f"call {self.state.calls}: {type(error).__name__}"
+            self.state.broken = self.state.broken or f"call {self.state.calls}: {type(error).__name__}"
             raise
+        finally:
+            self.state.lock.release()
 
     def sign(self, terms: tuple[tuple[str, str], ...], nodes_by_rank: tuple[tuple[Node, ...], ...], loss: str) -> None:
         """Every message of the call begins with this digest: ranks that disagree notice without an extra message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -358,6 +359,56 @@ def test_verify_forms_of_input_and_output(ranks: Pool, world: int) -> None:
     ranks.run(forms_job, world)
 
 
+class SumOfRanks(torch.autograd.Function):
+    """As in tbik.nn: the result of a collective is an output of a function with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, placement: Placement) -> Tensor:
+        return all_reduce(x, group, placement=placement)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy, None, None
+
+
+def editable_job(group: dist.ProcessGroup) -> None:
+    """Results own their memory: autograd lets the caller edit them, as it does with every operator's."""
+    world = group.size()
+    x, weight = torch.ones(world, 6), torch.full((), 3.0, requires_grad=True)
+    cover = Cover(x[None], (Node(0, group.rank()),), world)
+    segment = collectives.SEGMENT_BYTES
+    for collectives.SEGMENT_BYTES in (segment, 16):
+        for result in (
+            *(all_reduce(x, group, placement=placement) for placement in PLACEMENTS),
+            all_reduce(x.int(), group),
+            all_reduce(cover, group, bias=torch.zeros(6)),
+            reduce_scatter(x, group),
+            reduce_scatter(cover, group),
+            reduce(x, 0, group),
+        ):
+            if result is None:
+                continue
+            assert not result._is_view()
+            assert result.is_contiguous()
+            if result.is_floating_point():
+                result.mul_(weight).sum().backward()
+                assert weight.grad is not None
+                assert weight.grad == world * result.numel()
+                weight.grad = None
+        for placement in PLACEMENTS:
+            leaf = x.clone().requires_grad_()
+            y = SumOfRanks.apply(leaf, group, placement)  # type: ignore[no-untyped-call]
+            y += 1.0
+            y.mul_(2.0).sum().backward()
+            assert_bitwise_equal(leaf.grad, torch.full_like(x, 2.0))  # type: ignore[arg-type]
+    collectives.SEGMENT_BYTES = segment
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_verify_results_can_be_edited_in_place(ranks: Pool, world: int) -> None:
+    ranks.run(editable_job, world)
+
+
 def bytes_job(group: dist.ProcessGroup) -> list[int]:
     plan, narrow = TreePlan(leaves=8), TreePlan(leaves=8, wire_dtype="bfloat16")
     run = ((0, 2), (2, 4), (4, 6), (6, 8))
@@ -433,10 +484,14 @@ ODD = {
     "placement": ({"placement": "two_shot"}, ("placement: auto on ranks 0, 2; two_shot on rank 1",)),
     "out_dtype": ({"out_dtype": torch.bfloat16}, ("out_dtype: torch.float32 on ranks 0, 2; torch.bfloat16 on rank 1",)),
     "bias": ({"bias": torch.ones(4)}, ("bias: no on ranks 0, 2; torch.float32 on rank 1",)),
+    "digest of the bias": (
+        {"bias": torch.tensor([0.0, 0.0, -0.0, 0.0])},
+        ("digest of the bias: none on ranks 0, 2; ", " on rank 1"),
+    ),
     "complex": ({"x": torch.ones(4, dtype=torch.complex64)}, ("rank 1 refuses", "complex64", "view_as_real")),
     "bool": ({"x": torch.ones(4, dtype=torch.bool)}, ("rank 1 refuses", "torch.bool", "float32")),
     "cover": (
-        {"x": Cover(torch.ones(1, 4), (Node(0, 1),), 3)},
+        {"x": Cover(torch.ones(1, 4), (Node(0, 1),), 8)},
         ("input: plain tensor on ranks 0, 2; cover on rank 1",),
     ),
 }
@@ -459,12 +514,65 @@ def test_verify_checked_call_mismatch_is_refused(name: str) -> None:
     refused(outcomes(odd_one_out_job, 3, {}, odd, True, True), *patterns)
 
 
-@pytest.mark.parametrize("name", ["op", "out_dtype", "bias"])
+@pytest.mark.parametrize("name", ["op", "out_dtype", "bias", "digest of the bias"])
 def test_verify_later_mismatch_is_seen_in_the_messages(name: str) -> None:
     """Messages of equal size begin with a digest of the call, so no check has to be switched on."""
     odd, patterns = ODD[name]
     refused(outcomes(odd_one_out_job, 3, {}, odd, True, False), *patterns)
     refused(outcomes(odd_one_out_job, 3, {"placement": "two_shot"}, odd, True, False), *patterns)
+
+
+def other_bias_job(group: dist.ProcessGroup) -> None:
+    """Biases of one dtype and other bits (here the sign of a zero) are noticed in any call, first or later."""
+    x, bias = torch.ones(4), torch.zeros(4)
+    odd = bias.clone()
+    odd[2] = -0.0
+    for _ in range(2):
+        for placement in PLACEMENTS:
+            for call in (all_reduce, reduce_scatter):
+                options: dict[str, Any] = {"placement": placement} if call is all_reduce else {}
+                with pytest.raises(PlanError, match=r"digest of the bias: \w+ on ranks 0, 2, 3; \w+ on rank 1"):
+                    call(x, group, bias=odd if group.rank() == 1 else bias, **options)
+        assert_bitwise_equal(all_reduce(x, group, bias=bias.clone()), torch.full((4,), 4.0))
+
+
+def test_verify_other_bits_of_the_bias_are_refused() -> None:
+    run_ranks(other_bias_job, 4)
+
+
+def threads_job(group: dist.ProcessGroup) -> None:
+    """While one thread is in a call, another thread's call on the group is refused, and the first one succeeds."""
+    rank = group.rank()
+    all_reduce(torch.ones(4), group)
+    entered = threading.Event()
+    results = []
+
+    def first() -> None:
+        entered.set()
+        results.append(all_reduce(torch.ones(4), group))  # rank 0 waits here for rank 1
+
+    if rank == 0:
+        thread = threading.Thread(target=first)
+        thread.start()
+        entered.wait()
+        end = time.monotonic() + 10.0
+        while not collectives._states[group].lock.locked():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        for x in (torch.ones(4), Cover(torch.ones(1, 4), (Node(0, 0),), 2), "x"):
+            with pytest.raises(PlanError, match="another call on this group has not ended"):
+                all_reduce(x, group)  # type: ignore[arg-type]
+        dist.send(torch.ones(1), 1)
+        thread.join()
+    else:
+        dist.recv(torch.ones(1), 0)
+        results.append(all_reduce(torch.ones(4), group))
+    assert_bitwise_equal(results[0], torch.full((4,), 2.0))
+    assert_bitwise_equal(all_reduce(torch.ones(4), group), torch.full((4,), 2.0))
+
+
+def test_verify_a_second_thread_is_refused() -> None:
+    run_ranks(threads_job, 2, timeout=15.0)
 
 
 def other_runs_job(group: dist.ProcessGroup, odd: bool) -> None:
@@ -497,7 +605,9 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
     elif what == "scatter":
         reduce_scatter(torch.ones(4, 2), group)
     elif what == "acc_dtype":
-        all_reduce(Cover(torch.ones(1, 4).double(), (Node(0, rank),), 3), group, plan=TreePlan())
+        all_reduce(Cover(torch.ones(1, 4).double(), (Node(0, rank),), 3), group, plan=TreePlan(leaves=3))
+    elif what == "leaves":
+        all_reduce(Cover(torch.ones(1, 4), (Node(0, rank),), 3), group, plan=TreePlan(leaves=6))
     elif what == "wire":
         values = torch.full((1, 4), 1.0 if rank else 1.0 + 2**-20)
         plan = TreePlan(leaves=3, wire_dtype="bfloat16")
@@ -521,6 +631,7 @@ def all_refuse_job(group: dist.ProcessGroup, what: str) -> None:
         ("my run", "rank 0 holds [(0, 0)], but its run says [(0, 1)]"),
         ("scatter", "3 ranks do not divide dimension 0 of the root, [4, 2]"),
         ("acc_dtype", "the plan's acc_dtype is float32, the cover holds torch.float64"),
+        ("leaves", "the plan has 6 leaves, the cover is of 3"),
         ("wire", "rank 0 refuses: all_reduce: wire=True needs node values that are bf16 values already"),
         ("out", "expected out of torch.float32 [4]"),
         ("bias", "expected a dense floating-point CPU bias of [2]"),
