@@ -321,7 +321,7 @@ def _request(
         ("placement", call.placement),
         ("out_dtype", str(out_dtype)),
         ("bias", "no" if bias is None else str(bias.dtype)),
-        ("digest of the bias", "none" if bias is None else _digest(bias)),
+        ("digest of the bias", "none" if bias is None or link.size == 1 else _digest(bias)),
         ("wire", "bfloat16" if narrow else "as it is"),
         ("runs", "exchanged" if runs is None else str(runs)),
     )

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tbik import ops, tree
 from tbik.collectives import Cover, all_reduce
@@ -42,7 +42,9 @@ from tbik.ops.linear import (
     linear_dw,
     linear_dx,
     require_bias,
-    require_samples,
+    require_layer,
+    require_linear,
+    require_members,
 )
 from tbik.packing import Packable, PackSpec
 from tbik.plan import Run, TreePlan, leaf_runs
@@ -73,9 +75,13 @@ class Linear(Packable):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _require_plan("nn.Linear", plan)
-        if parallel not in (None, "row", "column"):
-            raise PlanError(f"nn.Linear: parallel is 'row', 'column' or None, got {parallel!r}")
+        where = "nn.Linear"
+        _require_plan(where, plan)
+        for name, features in (("in_features", in_features), ("out_features", out_features)):
+            if not _is_int(features) or features < 0:
+                raise PlanError(f"{where}: {name} is an integer >= 0, got {features!r}")
+        stored = torch.get_default_dtype() if dtype is None else dtype
+        require_layer(where, stored, plan, compute_dtype, out_dtype, parallel)
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.compute_dtype, self.out_dtype, self.parallel = plan, compute_dtype, out_dtype, parallel
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
@@ -86,7 +92,7 @@ class Linear(Packable):
     def from_full(cls, weight: Tensor, bias: Tensor | None = None, **arguments: Any) -> Linear:
         """The layer that multiplies by weight [N, K]; a Parameter is kept as it is."""
         _require_matrix("nn.Linear", "weight", weight)
-        layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **arguments)
+        layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype, **arguments)
         layer.weight = _parameter(weight)
         if bias is not None:
             require_bias("nn.Linear", bias, weight.shape[0], layer.plan)
@@ -107,7 +113,7 @@ class Linear(Packable):
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
         return ops.linear(
             x,
-            self.weight_of("weight", x),
+            self.weight_of("weight"),
             self.bias,
             plan=self.plan,
             compute_dtype=_compute(self.compute_dtype, self.weight),
@@ -146,6 +152,7 @@ class RowParallelLinear(Packable):
         self.sharding = _sharding(where, plan, group, runs, in_features)
         rows = _rows_of_runs(where, "in_features", in_features, self.sharding, head_dim)
         _require_matrix(where, "weight", weight)
+        require_layer(where, weight.dtype, plan, compute_dtype, out_dtype, "row")
         first, end = rows[self.sharding.rank]
         if weight.shape[1] != end - first:
             raise PlanError(
@@ -179,7 +186,7 @@ class RowParallelLinear(Packable):
         return {"weight": PackSpec(self.plan, _compute(self.compute_dtype, self.weight), "row", run)}
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
-        weight, compute = self.weight_of("weight", x), _compute(self.compute_dtype, self.weight)
+        weight, compute = self.weight_of("weight"), _compute(self.compute_dtype, self.weight)
         if self.sharding.size == 1:
             return ops.linear(
                 x,
@@ -227,22 +234,29 @@ class ColumnParallelGroup(Packable):
     ) -> None:
         super().__init__()
         where = type(self).__name__
-        members = len(weights)
-        biases = [None] * members if biases is None else list(biases)
-        names = [str(g) for g in range(members)] if names is None else list(names)
-        if not members or not members == len(biases) == len(out_features) == len(names):
-            raise PlanError(
-                f"nn.{where}: expected as many biases, out_features and names as weights, got {members} weights, "
-                f"{len(biases)} biases, {len(out_features)} out_features, {len(names)} names"
-            )
+        biases = require_members(f"nn.{where}", weights, biases)
+        names = [str(g) for g in range(len(weights))] if names is None else names
+        for what, values in (("out_features", out_features), ("names", names)):
+            if not isinstance(values, (list, tuple)) or len(values) != len(weights):
+                raise PlanError(
+                    f"nn.{where}: {what} is a list with an entry per weight, {len(weights)}, got {values!r}"
+                )
+        if not all(_is_int(length) and length >= 0 for length in out_features):
+            raise PlanError(f"nn.{where}: out_features are integers >= 0, got {list(out_features)}")
+        for g, weight in enumerate(weights):
+            _require_matrix(f"nn.{where}", f"weights[{g}]", weight)
+        self._require_names(names)
         self.sharding = _sharding(f"nn.{where}", plan, group, runs, out_features[0])
         self.held = _held_rows(f"nn.{where}", out_features, self.sharding, held_rows, head_dim)
-        self.in_features = weights[0].shape[-1]
+        self.in_features = weights[0].shape[1]
         self.out_features, self.compute_dtype = tuple(out_features), compute_dtype
         self.weight_names = [self._name("weight", name) for name in names]
         self.bias_names = [self._name("bias", name) for name in names]
+        if compute_dtype is None and len({weight.dtype for weight in weights}) > 1:
+            dtypes = [str(weight.dtype) for weight in weights]
+            raise PlanError(f"nn.{where}: the weights are {', '.join(dtypes)}; say compute_dtype")
         for g, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            _require_matrix(f"nn.{where}", f"weight {names[g]}", weight)
+            require_layer(f"nn.{where}", weight.dtype, plan, self._compute_of(weights[0]), None, "column")
             first, end = self.held[g]
             if weight.shape[0] != end - first or weight.shape[1] != self.in_features:
                 raise PlanError(
@@ -262,6 +276,7 @@ class ColumnParallelGroup(Packable):
     ) -> ColumnParallelGroup:
         """Takes the full weights [N_g, K] and biases [N_g] and keeps a copy of this rank's rows."""
         where = f"nn.{cls.__name__}"
+        biases = require_members(where, weights, biases)
         for g, weight in enumerate(weights):
             _require_matrix(where, f"weights[{g}]", weight)
         out_features = [weight.shape[0] for weight in weights]
@@ -269,11 +284,10 @@ class ColumnParallelGroup(Packable):
             where, arguments.get("plan"), arguments.get("group"), arguments.get("runs"), sum(out_features)
         )
         held = _held_rows(where, out_features, sharding, arguments.get("held_rows"), arguments.get("head_dim"))
-        if biases is not None:
-            for bias, n in zip(biases, out_features, strict=True):
-                if bias is not None:
-                    require_bias(where, bias, n, sharding.plan)
-            biases = [None if bias is None else _share(bias, rows, 0) for bias, rows in zip(biases, held, strict=True)]
+        for bias, n in zip(biases, out_features, strict=True):
+            if bias is not None:
+                require_bias(where, bias, n, sharding.plan)
+        biases = [None if bias is None else _share(bias, rows, 0) for bias, rows in zip(biases, held, strict=True)]
         shares = [_share(weight, rows, 0) for weight, rows in zip(weights, held, strict=True)]
         return cls(shares, biases, out_features=out_features, **arguments)
 
@@ -283,15 +297,17 @@ class ColumnParallelGroup(Packable):
 
     def pack_specs(self) -> dict[str, PackSpec]:
         run = CoverRun(self.in_features, 0, self.plan.leaves)
-        return {
-            name: PackSpec(self.plan, _compute(self.compute_dtype, getattr(self, name)), None, run)
-            for name in self.weight_names
-        }
+        compute = self._compute_of(getattr(self, self.weight_names[0]))
+        return {name: PackSpec(self.plan, compute, None, run) for name in self.weight_names}
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> tuple[Tensor, ...]:
-        weights = [self.weight_of(name, x) for name in self.weight_names]
+        weights = [self.weight_of(name) for name in self.weight_names]
         biases = [getattr(self, name) for name in self.bias_names]
-        compute = _compute(self.compute_dtype, getattr(self, self.weight_names[0]))
+        compute = self._compute_of(getattr(self, self.weight_names[0]))
+        if self.sharding.size > 1:  # as the operators do, but before any message
+            where = f"nn.{type(self).__name__}"
+            for weight, bias in zip(weights, biases, strict=True):
+                require_linear(where, x, weight, bias, self.plan, compute, sample_offsets=sample_offsets)
         if not self._agreed:
             _compare_ranks(self.sharding)
             self._agreed = True
@@ -311,8 +327,20 @@ class ColumnParallelGroup(Packable):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.sharding.describe()}"
 
+    def _compute_of(self, first_weight: Tensor) -> torch.dtype:
+        return _compute(self.compute_dtype, first_weight)
+
     def _name(self, kind: str, member: str) -> str:
         return f"{kind}_{member}"
+
+    def _require_names(self, names: Sequence[str]) -> None:
+        where = f"nn.{type(self).__name__}"
+        if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise PlanError(f"{where}: names are strings, all different, got {list(names)}")
+        taken = set(vars(self)) | set(dir(type(self))) | {"weight_names", "bias_names"}
+        for attribute in (self._name(kind, name) for name in names for kind in ("weight", "bias")):
+            if not attribute.isidentifier() or attribute in taken:
+                raise PlanError(f"{where}: a parameter cannot be called {attribute!r}; choose other names")
 
 
 class ColumnParallelLinear(ColumnParallelGroup):
@@ -354,6 +382,9 @@ def runs_of_rows(plan: TreePlan, length: int, bounds: Sequence[int]) -> tuple[Ru
     For engines that fix the rows: equal shards are bounds = [K/W, 2K/W, ..., K]. Errors: PlanError where a bound cuts a
     leaf.
     """
+    _require_plan("nn.runs_of_rows", plan)
+    if not isinstance(bounds, (list, tuple)) or not all(_is_int(bound) for bound in bounds):
+        raise PlanError(f"nn.runs_of_rows: bounds is a list or tuple of integers, got {bounds!r}")
     cuts = plan.cuts(length)
     leaf_at = {cut: leaf for leaf, cut in enumerate(cuts[:-1])}
     leaf_at[length] = plan.leaves
@@ -409,7 +440,7 @@ def _sharding(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     if runs is None:
         return _Sharding(plan, group, rank, leaf_runs(length, plan.leaves, size))
-    runs = tuple((int(lo), int(hi)) for lo, hi in runs)
+    runs = _require_pairs(where, "runs", runs)
     if len(runs) != size:
         raise PlanError(f"{where}: expected one run of leaves per rank, {size}, got {len(runs)}: {list(runs)}")
     ends = [0, *itertools.chain.from_iterable(runs), plan.leaves]
@@ -439,15 +470,17 @@ def _held_rows(
     head_dim: int | None,
 ) -> list[Rows]:
     """This rank's rows of each member; every rank checks the rows of all ranks, so all refuse together."""
-    if held_rows is not None and len(held_rows) != len(out_features):
-        raise PlanError(f"{where}: expected held_rows (or None) per member, {len(out_features)}, got {len(held_rows)}")
+    if held_rows is not None and (not isinstance(held_rows, (list, tuple)) or len(held_rows) != len(out_features)):
+        raise PlanError(
+            f"{where}: held_rows is a list with rows (or None) per member, {len(out_features)}, got {held_rows!r}"
+        )
     mine = []
     for g, length in enumerate(out_features):
         given = None if held_rows is None else held_rows[g]
         if given is None:
             mine.append(_rows_of_runs(where, f"member {g}", length, sharding, head_dim)[sharding.rank])
             continue
-        rows = tuple((int(first), int(end)) for first, end in given)
+        rows = _require_pairs(where, f"held_rows[{g}]", given)
         needed = _rows_of_runs(where, f"member {g}", length, sharding, None)
         if len(rows) != sharding.size:
             raise PlanError(f"{where}: member {g}: expected held rows of {sharding.size} ranks, got {len(rows)}")
@@ -465,12 +498,27 @@ def _held_rows(
 def _require_heads(where: str, name: str, length: int, rows: Sequence[Rows], head_dim: int | None) -> None:
     if head_dim is None:
         return
+    if not _is_int(head_dim) or head_dim < 1:
+        raise PlanError(f"{where}: head_dim is an integer >= 1, got {head_dim!r}")
     for rank, (first, end) in enumerate(rows):
         if first % head_dim or end % head_dim:
             raise PlanError(
                 f"{where}: {name}: rank {rank} would hold rows [{first}, {end}) of {length}, which cut a head of "
                 f"{head_dim}; TreePlan.layout(config, tp) gives runs of whole heads"
             )
+
+
+def _require_pairs(where: str, name: str, pairs: Any) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges, one per rank; nothing is rounded to an integer."""
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(_is_int(end) for end in pair) for pair in pairs
+    ):
+        raise PlanError(f"{where}: {name} is a list of pairs of integers, one per rank, got {pairs!r}")
+    return tuple((first, end) for first, end in pairs)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require_plan(where: str, plan: TreePlan | None) -> TreePlan:
@@ -486,12 +534,12 @@ def _require_matrix(where: str, name: str, weight: Tensor) -> None:
 
 
 def _parameter(value: Tensor) -> torch.nn.Parameter:
-    return value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value.detach())
+    return value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value.detach().resolve_neg())
 
 
 def _share(full: Tensor, rows: Rows, dim: int) -> torch.nn.Parameter:
     # a copy: a view would keep the full weight alive on every rank
-    part = full.detach().narrow(dim, rows[0], rows[1] - rows[0]).contiguous().clone()
+    part = full.detach().resolve_neg().narrow(dim, rows[0], rows[1] - rows[0]).contiguous().clone()
     return torch.nn.Parameter(part, requires_grad=full.requires_grad or not isinstance(full, torch.nn.Parameter))
 
 
@@ -528,9 +576,21 @@ def _row_parallel(
     compute: torch.dtype,
     sample_offsets: Sequence[int] | None,
 ) -> Tensor:
-    context = _Context(layer.sharding, compute, layer.out_dtype or x.dtype, sample_offsets)
     run = CoverRun(layer.in_features, *layer.sharding.run)
-    require_samples("nn.RowParallelLinear", x, sample_offsets)
+    # as on one rank, and before any message, so that no rank waits for one that has refused
+    _, out = require_linear(
+        "nn.RowParallelLinear",
+        x,
+        weight,
+        layer.bias,
+        layer.plan,
+        compute,
+        out_dtype=layer.out_dtype,
+        sample_offsets=sample_offsets,
+        parallel="row",
+        run=run,
+    )
+    context = _Context(layer.sharding, compute, out, sample_offsets)
     if isinstance(weight, PackedWeight):
         return _row_forward(context, run, x, weight, layer.bias)
     y: Tensor = _RowParallel.apply(context, run, x, weight, layer.bias)  # type: ignore[no-untyped-call]
@@ -542,15 +602,44 @@ def _row_forward(
 ) -> Tensor:
     plan = context.sharding.plan
     values = linear_cover(x, weight, run, plan=plan, compute_dtype=context.compute, parallel=True)
-    return all_reduce(
+    y = all_reduce(
         context.sharding.cover(values),
         context.sharding.group,
         plan=plan,
         runs=context.sharding.runs,
         wire=True,
-        bias=bias,
+        bias=None if bias is None else bias.detach().resolve_neg(),
         out_dtype=context.out_dtype,
     )
+    # not a view: autograd forbids in-place edits of a view that a Function returns
+    return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
+
+
+class _Refuse(torch.autograd.Function):
+    """The first argument, whose derivative with respect to the others is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> NoReturn:
+        raise PlanError("nn: a sharded layer has no second derivative; it is differentiable once")
+
+
+def _differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A backward whose results raise PlanError where someone differentiates them (create_graph=True)."""
+
+    @wraps(backward)
+    def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            gradients = backward(ctx, *grad_outputs)
+        sources = [t for t in (*grad_outputs, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        if not torch.is_grad_enabled() or not sources:
+            return gradients
+        return tuple(None if g is None else _Refuse.apply(g, *sources) for g in gradients)  # type: ignore[no-untyped-call]
+
+    return wrapped
 
 
 class _RowParallel(torch.autograd.Function):
@@ -562,7 +651,7 @@ class _RowParallel(torch.autograd.Function):
         return _row_forward(context, run, x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         plan, compute, offsets = ctx.context.sharding.plan, ctx.context.compute, ctx.context.sample_offsets
@@ -626,7 +715,7 @@ class _ColumnParallel(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         sharding, compute, offsets = ctx.context.sharding, ctx.context.compute, ctx.context.sample_offsets

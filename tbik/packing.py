@@ -48,18 +48,18 @@ class PackSpec(NamedTuple):
 class Packable(torch.nn.Module):
     """Base of the modules whose weights freeze() packs (tbik.nn).
 
-    pack_specs() names the parameters; weight(name, x) is what forward multiplies x by.
+    pack_specs() names the parameters; weight_of(name) is what forward multiplies x by.
     """
 
     def pack_specs(self) -> dict[str, PackSpec]:
         """{parameter name: how forward multiplies by it}."""
         raise NotImplementedError
 
-    def weight_of(self, name: str, x: Tensor) -> Tensor | PackedWeight:
-        """The parameter `name`, or its pack if it is frozen. PlanError where a frozen weight would need a backward."""
+    def weight_of(self, name: str) -> Tensor | PackedWeight:
+        """The parameter `name`, or its pack if it is frozen."""
         weight: Tensor = getattr(self, name)
         if isinstance(weight, FrozenWeight):
-            pack: PackedWeight = weight.pack_for(self.pack_specs()[name], f"{type(self).__name__}.{name}", x)
+            pack: PackedWeight = weight.pack_for(self.pack_specs()[name], f"{type(self).__name__}.{name}")
             return pack
         return weight
 
@@ -94,11 +94,7 @@ class FrozenWeight(Tensor):
 
     # Dynamo would guard what it reads here only in part, and a pack that a guard misses would be a stale one.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def pack_for(self, spec: PackSpec, name: str, x: Tensor) -> PackedWeight:
-        if torch.is_grad_enabled() and (self._trainable or x.requires_grad):
-            raise PlanError(
-                f"{name} is frozen and has no gradient; use torch.no_grad() to infer, or tbik.unfreeze(module) to train"
-            )
+    def pack_for(self, spec: PackSpec, name: str) -> PackedWeight:
         if self._original is not None and _stamp(self._original) != self._stamp:
             raise PlanError(f"{name} was written to while frozen; call tbik.unfreeze(module), then tbik.freeze again")
         pack = self._packs.get(spec)
@@ -147,11 +143,15 @@ def freeze(module: M, *, release: bool = False, allow_tied: bool = False) -> M:
     """Packs every weight of the tbik modules in `module`, once; forward then uses the packs. Returns `module`.
 
     release: give the unpacked values back (memory = packs; else packs + weights). The values then come back only by
-        load_state_dict, and unfreeze() is refused.
+        load_state_dict, and unfreeze() is refused. Gradients go with the values; without release, unfreeze() brings
+        both back. .to(), .half() and so on raise at the released module: what comes before it in the tree has been
+        converted by then (torch goes module by module).
     allow_tied: accept a weight that a module outside tbik.nn (an embedding) uses too. That module keeps the live
         parameter; the pack keeps the values of now.
-    For inference: a forward that would need a gradient raises. Errors: PlanError, before anything is changed.
+    For inference: a forward that would need a gradient of x, a weight or a bias raises.
+    Errors: PlanError; nothing is changed then.
     """
+    _require_module("freeze", module)
     packables = [sub for sub in module.modules() if isinstance(sub, Packable)]
     if not packables:
         raise PlanError(f"freeze: {type(module).__name__} holds no module of tbik.nn, so there is nothing to pack")
@@ -178,9 +178,27 @@ def freeze(module: M, *, release: bool = False, allow_tied: bool = False) -> M:
                     f"freeze: {type(sub).__name__}.{name} is tied to {outside[id(weight)]}, which is no tbik weight. "
                     "freeze(module, allow_tied=True) packs its present values and leaves the other module the parameter"
                 )
+    packs: dict[int, dict[PackSpec, PackedWeight]] = {}  # by weight: a tied one may have several uses
     for sub in packables:
         for name, spec in sub.pack_specs().items():
-            _freeze_one(sub, name, spec, tied=id(getattr(sub, name)) in outside)
+            weight = getattr(sub, name)
+            made = packs.setdefault(id(weight), {})
+            if spec in made or (isinstance(weight, FrozenWeight) and spec in weight._packs):
+                continue
+            values = weight._original if isinstance(weight, FrozenWeight) else weight
+            if values is None:
+                raise PlanError(f"freeze: the values of {type(sub).__name__}.{name} were released")
+            made[spec] = _pack(values, spec)
+    undo: list[Callable[[], object]] = []
+    try:
+        for sub in packables:
+            for name in packable_names[id(sub)]:
+                weight = getattr(sub, name)
+                undo.append(_install(sub, name, packs.get(id(weight), {}), tied=id(weight) in outside))
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
     if release:
         for _, frozen in _frozen_of(packables):
             frozen._original = None
@@ -192,6 +210,7 @@ def unfreeze(module: M) -> M:
 
     Errors: PlanError after freeze(release=True), before anything is changed.
     """
+    _require_module("unfreeze", module)
     packables = [sub for sub in module.modules() if isinstance(sub, Packable)]
     for sub, frozen in _frozen_of(packables):
         if frozen._original is None:
@@ -203,23 +222,20 @@ def unfreeze(module: M) -> M:
     return module
 
 
-def _freeze_one(module: Packable, name: str, spec: PackSpec, tied: bool) -> None:
+def _install(module: Packable, name: str, packs: dict[PackSpec, PackedWeight], tied: bool) -> Callable[[], object]:
+    """Puts the packs in the weight's place; gives what undoes it."""
     weight: Tensor = module._parameters[name]  # type: ignore[assignment]
     if isinstance(weight, FrozenWeight):
-        if spec not in weight._packs:
-            if weight._original is None:
-                raise PlanError(f"freeze: the values of {type(module).__name__}.{name} were released")
-            weight._packs[spec] = _pack(weight._original, spec)
-        return
+        before = weight._packs
+        weight._packs = before | packs
+        return lambda: setattr(weight, "_packs", before)
     frozen = FrozenWeight(weight)
-    frozen._packs[spec] = _pack(weight, spec)
-    frozen._swapped = not tied
+    frozen._packs, frozen._swapped = dict(packs), not tied
     if tied:
         frozen._original = weight
         module._parameters[name] = frozen  # type: ignore[assignment]
-        return
+        return lambda: module._parameters.update({name: weight})  # type: ignore[dict-item]
     swapped = frozen
-    weight.grad = None
     try:
         torch.utils.swap_tensors(weight, swapped)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -229,6 +245,12 @@ def _freeze_one(module: Packable, name: str, spec: PackSpec, tied: bool) -> None
         ) from error
     assert isinstance(weight, FrozenWeight)
     weight._original = swapped
+    return lambda: _swap_back(weight)
+
+
+def _swap_back(weight: FrozenWeight) -> None:
+    original, weight._original = weight._original, None
+    torch.utils.swap_tensors(weight, original)  # type: ignore[no-untyped-call]
 
 
 def _unfreeze_own(module: Packable, for_loading: bool = False) -> None:
@@ -245,10 +267,15 @@ def _unfreeze_own(module: Packable, for_loading: bool = False) -> None:
             values = torch.full(weight.shape, float("nan"), dtype=weight.dtype, device=weight.device)
             original = torch.nn.Parameter(values, requires_grad=weight._trainable)
         if weight._swapped:
-            weight._original = None
-            torch.utils.swap_tensors(weight, original)
+            weight._original = original
+            _swap_back(weight)
         else:
             module._parameters[name] = original
+
+
+def _require_module(where: str, module: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise PlanError(f"{where}: expected a torch.nn.Module, got {type(module).__name__}")
 
 
 def _pack(weight: Tensor, spec: PackSpec) -> PackedWeight:

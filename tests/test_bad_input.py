@@ -12,9 +12,10 @@ from cases import wide_exponents
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tbik
 from tbik import TreePlan, nn, ops, reference
 from tbik.errors import PlanError
-from tbik.ops.linear import CoverRun, linear_cover, linear_dw, linear_dx
+from tbik.ops.linear import CoverRun, bias_grad, linear_cover, linear_dw, linear_dx
 
 PLAN = TreePlan(leaves=6)
 PLAN64 = TreePlan(leaves=6, acc_dtype="float64")
@@ -50,6 +51,41 @@ def dtensor() -> object:
 def cover(run: CoverRun, x: Tensor = X) -> Callable[[], object]:
     return lambda: linear_cover(x, W, run, plan=PLAN, compute_dtype=F32, parallel=False)
 
+
+def dx(dy: Any = None, w: Any = W, runs: Any = None, **arguments: Any) -> Callable[[], object]:
+    dy = torch.ones(4, 5) if dy is None else dy
+    return lambda: linear_dx([dy], [w], runs, **{"plan": PLAN, "compute_dtype": F32, "parallel": False, **arguments})
+
+
+def dw(dy: Any = X, x: Any = X, **arguments: Any) -> Callable[[], object]:
+    return lambda: linear_dw(dy, x, **{"plan": PLAN, "compute_dtype": F32, **arguments})
+
+
+def columns(weights: Any = (W, W), **arguments: Any) -> Callable[[], object]:
+    sizes = [5] * len(weights)
+    return lambda: nn.ColumnParallelGroup(list(weights), **{"out_features": sizes, "plan": PLAN, **arguments})
+
+
+def row(**arguments: Any) -> Callable[[], object]:
+    return lambda: nn.RowParallelLinear.from_full(W, **{"plan": PLAN, **arguments})
+
+
+def operator_on_two_devices(name: str) -> Callable[[], object]:
+    key, meta = PLAN.key(), W.to("meta")
+    dy = torch.ones(4, 5)
+    calls = {
+        "linear": lambda o: o.linear(X, meta, None, key, F32, F32, None, False, False),
+        "linear_group": lambda o: o.linear_group(X, [W, meta], [], [False, False], key, F32, None, False),
+        "linear_packed": lambda o: o.linear_packed(X, 1, B.to("meta"), 5, 0, F32),
+        "linear_cover": lambda o: o.linear_cover(X, meta, key, F32, 12, 0, 6, False),
+        "linear_dx": lambda o: o.linear_dx([dy], [meta], key, F32, F32, False),
+        "linear_dx_cover": lambda o: o.linear_dx_cover([dy], [meta], key, F32, [5], 0, 6, False),
+        "linear_dw": lambda o: o.linear_dw(dy, X.to("meta"), None, key, F32),
+    }
+    return lambda: calls[name](torch.ops.tbik)
+
+
+PAIRS = "list of pairs of integers, one per rank, got"
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     # shapes
@@ -142,7 +178,115 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "all with the same leaves",
     ),
+    "dX float64 under fp32": (dx(compute_dtype=F64), r"TreePlan\(acc_dtype='float64'\)"),
+    "dX fp32 under float64": (dx(plan=PLAN64), r"TreePlan\(acc_dtype='float32'\)"),
+    "dX compute None": (dx(compute_dtype=None), "ops.linear_dx: compute_dtype is one of"),
+    "dX of a float64 dY": (dx(torch.ones(4, 5, dtype=F64)), r"grad_outputs\[0\] is float64, which this plan rounds"),
+    "dX of a float64 w": (dx(w=W.double()), r"weights\[0\] is float64, compute_dtype float32"),
+    "dX of fp16 w in bf16": (dx(w=W.half(), compute_dtype=BF16), r"weights\[0\] is float16"),
+    "dX out int": (dx(out_dtype=torch.int32), "ops.linear_dx: out_dtype is one of"),
+    "dX out float64": (dx(out_dtype=F64), "ops.linear_dx: out_dtype is one of"),
+    "dX meta w": (dx(w=W.to("meta")), r"grad_outputs\[0\] is on cpu, weights\[0\] on meta"),
+    "dX meta dY": (dx(torch.ones(4, 5, device="meta")), r"on meta, weights\[0\] on cpu"),
+    "dX scalar dY": (dx(torch.tensor(1.0)), r"member 0: expected dY \[\.\.\., N\]"),
+    "dX dY is a list": (dx([1.0]), r"grad_outputs\[0\] is a tensor, got list"),
+    "dX w is None": (dx(w=None), r"weights\[0\] is a tensor, got NoneType"),
+    "dX of a tensor": (
+        lambda: linear_dx(X[None], W[None], plan=PLAN, compute_dtype=F32, parallel=False),
+        "grad_outputs is a list or tuple, got Tensor",
+    ),
+    "dX other rows": (
+        lambda: linear_dx([torch.ones(4, 5), torch.ones(3, 5)], [W, W], plan=PLAN, compute_dtype=F32, parallel=False),
+        "member 1",
+    ),
+    "dX run is a tuple": (dx(runs=[(5, 0, 6)]), r"a run is a CoverRun\(length, lo, hi\)"),
+    "dX runs is one run": (dx(runs=5), "runs is a list or tuple, got int"),
+    "dX cover with out_dtype": (dx(runs=[CoverRun(5, 0, 6)], out_dtype=BF16), "a cover leaves in float32"),
+    "dX parallel is text": (dx(parallel="bogus"), "parallel is True or False, got 'bogus'"),
+    "dW float64 under fp32": (dw(X.double(), X.double(), compute_dtype=F64), r"TreePlan\(acc_dtype='float64'\)"),
+    "dW fp32 under float64": (dw(plan=PLAN64), r"TreePlan\(acc_dtype='float32'\)"),
+    "dW of a float64 dY": (dw(X.double()), "dy is float64, which this plan rounds"),
+    "dW x of another dtype": (dw(x=X.bfloat16()), "x is bfloat16, compute_dtype float32"),
+    "dW of scalars": (dw(torch.tensor(1.0), torch.tensor(1.0)), "got a scalar"),
+    "dW meta dY": (dw(X.to("meta")), "is on cpu, dy on meta"),
+    "dW dY is a list": (dw([1.0]), "dy is a tensor, got list"),
+    "dW x is None": (dw(x=None), "x is a tensor, got NoneType"),
+    "dW sparse": (dw(X.to_sparse()), r"use dy\.to_dense\(\)"),
+    "dbias of float64 under fp32": (lambda: bias_grad(X.double(), plan=PLAN), "dy is float64, which this plan rounds"),
+    "dbias of ints": (lambda: bias_grad(X.int(), plan=PLAN), "got torch.int32"),
+    "dbias of None": (lambda: bias_grad(None, plan=PLAN), "dy is a tensor, got NoneType"),
+    "dbias of a scalar": (lambda: bias_grad(torch.tensor(1.0), plan=PLAN), "got a scalar"),
+    "cover run is a tuple": (cover((12, 0, 6)), r"a run is a CoverRun\(length, lo, hi\)"),
+    "cover run of floats": (cover(CoverRun(12, 0, 6.0)), "CoverRun.* of integers"),
+    "cover x is None": (cover(CoverRun(12, 0, 6), None), "x is a tensor, got NoneType"),
+    "cover parallel is text": (
+        lambda: linear_cover(X, W, CoverRun(12, 0, 6), plan=PLAN, compute_dtype=F32, parallel="row"),
+        "parallel is True or False",
+    ),
+    "two devices, linear": (operator_on_two_devices("linear"), "on cpu and meta"),
+    "two devices, linear_group": (operator_on_two_devices("linear_group"), "on cpu and meta"),
+    "two devices, linear_packed": (operator_on_two_devices("linear_packed"), "on cpu and meta"),
+    "two devices, linear_cover": (operator_on_two_devices("linear_cover"), "on cpu and meta"),
+    "two devices, linear_dx": (operator_on_two_devices("linear_dx"), "on cpu and meta"),
+    "two devices, linear_dx_cover": (operator_on_two_devices("linear_dx_cover"), "on cpu and meta"),
+    "two devices, linear_dw": (operator_on_two_devices("linear_dw"), "on cpu and meta"),
     # packs and layers
+    "pack for no place": (lambda: ops.pack_weight(W, plan=PLAN, parallel="bogus"), "'row', 'column' or None"),
+    "pack run is a tuple": (lambda: ops.pack_weight(W, plan=PLAN, run=(12, 0, 6)), "a run is a CoverRun"),
+    "pack float64 under fp32": (
+        lambda: ops.pack_weight(W.double(), plan=PLAN),
+        r"TreePlan\(acc_dtype='float64'\)",
+    ),
+    "pack: 4-D x": (
+        lambda: ops.linear(torch.ones(2, 2, 2, 12), ops.pack_weight(W, plan=PLAN), plan=PLAN),
+        "does not say what a sample is",
+    ),
+    "pack: offsets": (
+        lambda: ops.linear(X, ops.pack_weight(W, plan=PLAN), plan=PLAN, sample_offsets=[0, 9]),
+        "ascend from 0 to the 4 rows",
+    ),
+    "freeze None": (lambda: tbik.freeze(None), "freeze: expected a torch.nn.Module, got NoneType"),
+    "unfreeze a list": (lambda: tbik.unfreeze([]), "unfreeze: expected a torch.nn.Module, got list"),
+    "layer of text": (lambda: nn.Linear("a", 5, plan=PLAN), "in_features is an integer >= 0, got 'a'"),
+    "layer of -1": (lambda: nn.Linear(5, -1, plan=PLAN), "out_features is an integer >= 0, got -1"),
+    "layer of ints": (lambda: nn.Linear(3, 5, plan=PLAN, dtype=torch.int32), "got torch.int32"),
+    "layer of an int weight": (lambda: nn.Linear.from_full(W.int(), plan=PLAN), "got torch.int32"),
+    "layer, compute int": (lambda: nn.Linear(3, 5, plan=PLAN, compute_dtype=torch.int32), "compute_dtype is one of"),
+    "layer, out text": (lambda: nn.Linear(3, 5, plan=PLAN, out_dtype="x"), "out_dtype is one of.*got 'x'"),
+    "layer, fp64 under fp32": (lambda: nn.Linear(3, 5, plan=PLAN, dtype=F64), r"TreePlan\(acc_dtype='float64'\)"),
+    "layer, fp16 in bf16": (lambda: nn.Linear.from_full(W.half(), plan=PLAN, compute_dtype=BF16), "float16"),
+    "row layer, fp64 under fp32": (
+        lambda: nn.RowParallelLinear.from_full(W.double(), plan=PLAN),
+        r"TreePlan\(acc_dtype='float64'\)",
+    ),
+    "row layer, out fp64": (row(out_dtype=F64), "out_dtype is one of"),
+    "row layer, compute text": (row(compute_dtype="bf16"), "compute_dtype is one of"),
+    "head of 0": (row(head_dim=0), "head_dim is an integer >= 1, got 0"),
+    "head of text": (row(head_dim="4"), "head_dim is an integer >= 1, got '4'"),
+    "runs is a number": (row(runs=5), f"runs is a {PAIRS} 5"),
+    "runs of numbers": (row(runs=[5]), f"runs is a {PAIRS}"),
+    "runs of floats": (row(runs=[(0.2, 6.7)]), f"runs is a {PAIRS}"),
+    "held rows of numbers": (columns([W], held_rows=[5]), rf"held_rows\[0\] is a {PAIRS} 5"),
+    "held rows of floats": (columns([W], held_rows=[[(0, 5.5)]]), rf"held_rows\[0\] is a {PAIRS}"),
+    "held rows is a number": (columns([W], held_rows=5), "held_rows is a list"),
+    "bounds are None": (lambda: nn.runs_of_rows(PLAN, 12, None), "bounds is a list or tuple of integers"),
+    "bounds of floats": (lambda: nn.runs_of_rows(PLAN, 12, [2.0, 12]), "bounds is a list or tuple of integers"),
+    "full biases too few": (
+        lambda: nn.ColumnParallelGroup.from_full([W, W], [B], plan=PLAN),
+        "one bias .or None. per weight, got 1 for 2",
+    ),
+    "columns of a tensor": (lambda: nn.ColumnParallelGroup.from_full(W[None], plan=PLAN), "list or tuple of"),
+    "columns of a scalar": (columns([torch.tensor(1.0)]), r"weights\[0\] \[N, K\], got \[\]"),
+    "columns of ints": (columns([W.int()]), "got torch.int32"),
+    "columns of two dtypes": (columns([W.bfloat16(), W]), "bfloat16, torch.float32; say compute_dtype"),
+    "names twice": (columns(names=["a", "a"]), r"all different, got \['a', 'a'\]"),
+    "name with a dot": (columns(names=["a.b", "c"]), "cannot be called 'weight_a.b'"),
+    "name that is no text": (columns(names=[1, 2]), "names are strings"),
+    "name of a method": (columns(names=["of", "b"]), "cannot be called 'weight_of'"),
+    "name of an attribute": (columns(names=["names", "b"]), "cannot be called 'weight_names'"),
+    "names too few": (columns(names=["a"]), "names is a list with an entry per weight"),
+    "sizes too few": (columns(out_features=[5]), "out_features is a list with an entry per weight"),
+    "sizes of text": (columns(out_features=["5", "5"]), "out_features are integers"),
     "pack of a vector": (lambda: ops.pack_weight(W[0], plan=PLAN), r"expected w \[N, K\]"),
     "pack on meta": (lambda: ops.pack_weight(W.to("meta"), plan=PLAN), "expected a CPU tensor, got meta"),
     "pack of int": (lambda: ops.pack_weight(W.int(), plan=PLAN), "got torch.int32"),

@@ -122,12 +122,16 @@ def cover_job(group: dist.ProcessGroup, case: Case, threshold: int | None = None
     return results
 
 
-def cover_jobs(group: dist.ProcessGroup, cases: list[Case], threshold: int | None) -> list[dict[str, Tensor]]:
-    return [cover_job(group, case, threshold) for case in cases]
+def cover_jobs(group: dist.ProcessGroup, cases: list[Case]) -> list[dict[str, Tensor]]:
+    return [cover_job(group, case) for case in cases]
 
 
-def check_cover_cases(ranks: Pool, world: int, cases: list[Case], threshold: int | None = None) -> None:
-    by_case = zip(*ranks.run(cover_jobs, world, cases, threshold), strict=True)
+def check_cover_case(ranks: Pool, world: int, case: Case, threshold: int | None = None) -> None:
+    check_cover_results(ranks.run(cover_job, world, case, threshold), world, case)
+
+
+def check_cover_cases(ranks: Pool, world: int, cases: list[Case]) -> None:
+    by_case = zip(*ranks.run(cover_jobs, world, cases), strict=True)
     for case, results in zip(cases, by_case, strict=True):
         check_cover_results(results, world, case)
 
@@ -265,7 +269,7 @@ def test_verify_any_partition(
         bias and bool(shape),
         narrow and single,
     )
-    check_cover_cases(ranks, 1 + max(owners), [case], threshold)
+    check_cover_case(ranks, 1 + max(owners), case, threshold)
 
 
 def test_verify_world_size_and_sharding(ranks: Pool) -> None:

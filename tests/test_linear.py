@@ -376,6 +376,46 @@ def test_verify_lm_head_in_fp32() -> None:
     assert_bitwise_equal(z, reference.linear(dy, rounded[:, :30], plan), "bf16 weight under fp32 compute")
 
 
+@pytest.mark.parametrize(
+    ("compute", "out_dtype"),
+    [
+        (compute, out)
+        for compute in DTYPES
+        for out in DTYPES
+        if (out != torch.float64 if compute != torch.float64 else out in (torch.float32, torch.float64))
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("parallel", [None, "row", "column"])
+def test_verify_every_out_dtype_with_gradients(
+    compute: torch.dtype, out_dtype: torch.dtype, parallel: str | None
+) -> None:
+    """y, dX, dW and dbias are sums in acc_dtype whatever dtype y leaves in, hence dY comes in."""
+    plan = plan_for(compute, 5)
+    acc = getattr(torch, plan.acc_dtype)
+    M, N, K, offsets = 9, 6, 16, [0, 4, 9]
+    x = wide_exponents((M, K), compute, 1, spread=8).requires_grad_()
+    w = wide_exponents((N, K), compute, 2, spread=8).requires_grad_()
+    bias = wide_exponents((N,), acc, 3, spread=8).requires_grad_()
+    dy = wide_exponents((M, N), out_dtype, 4, spread=40 if out_dtype != torch.float16 else 20)
+    if out_dtype in (torch.float32, torch.bfloat16):
+        dy[:, 0] = 2.0**-133  # subnormal: a float32 chain flushes it, a float64 chain does not
+    ops.linear(x, w, bias, plan=plan, out_dtype=out_dtype, sample_offsets=offsets, parallel=parallel).backward(dy)
+    exact, a, b = dy.to(acc), x.detach(), w.detach()
+    y = ops.linear(a, b, bias, plan=plan, out_dtype=out_dtype, parallel=parallel)
+    assert_bitwise_equal(y.detach(), reference.linear(a, b, plan, bias.detach(), out_dtype=out_dtype), "y")
+    assert_bitwise_equal(x.grad, reference.linear_dx([exact], [b.to(acc)], plan, out_dtype=compute), "dX")
+    dw = reference.linear_dw(exact, a.to(acc), offsets, plan)
+    assert_bitwise_equal(w.grad, dw.to(compute), "dW")
+    assert_bitwise_equal(
+        linear_dw(dy, a, plan=plan, compute_dtype=compute, sample_offsets=offsets), dw, "dW, the operator"
+    )
+    db = reference.bias_grad(exact, offsets, plan)
+    assert_bitwise_equal(bias.grad, db, "dbias")
+    assert_bitwise_equal(bias_grad(dy, plan=plan, sample_offsets=offsets), db, "dbias, the operator")
+    assert (compute == torch.float64) == bool(db[0] != 0) or out_dtype in (torch.float16, torch.float64)
+
+
 # --- torch machinery ------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +451,29 @@ def operator_calls() -> dict[str, tuple[object, tuple[object, ...]]]:
 def test_verify_opcheck(name: str) -> None:
     operator, arguments = operator_calls()[name]
     torch.library.opcheck(operator.default, arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", list(operator_calls()))
+def test_verify_outputs_are_no_views(name: str) -> None:
+    """Autograd forbids in-place edits of a view that an operator returns."""
+    operator, arguments = operator_calls()[name]
+    outputs = operator(*arguments)  # type: ignore[operator]
+    for output in outputs if isinstance(outputs, list) else [outputs]:
+        assert not output._is_view()
+        output.mul_(2)
+
+
+def test_verify_outputs_can_be_edited_in_place() -> None:
+    plan = TreePlan(leaves=6)
+    x, w = (wide_exponents(shape, torch.float32, 1, spread=8).requires_grad_() for shape in ((2, 3, 16), (5, 16)))
+
+    def gradients(relu: object) -> list[Tensor]:
+        y = relu(ops.linear(x, w, plan=plan))  # type: ignore[operator]
+        a, b = (relu(y) for y in ops.linear_group(x, [w, w], plan=plan))  # type: ignore[operator]
+        return list(torch.autograd.grad((y + a * b).sum(), (x, w)))
+
+    for value, expected in zip(gradients(torch.relu_), gradients(torch.relu), strict=True):
+        assert_bitwise_equal(value, expected, "relu_ on the output")
 
 
 @pytest.mark.parametrize(

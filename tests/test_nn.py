@@ -9,7 +9,7 @@ Suffixes: M rows, K input features, N output features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +20,7 @@ from cases import wide_exponents
 from spawn import Pool
 from torch import Tensor
 
+import tbik
 from tbik import TreePlan, nn, ops, reference, tree
 from tbik.collectives import Cover, all_reduce, bytes_sent, reset_bytes_sent
 from tbik.errors import PlanError
@@ -257,6 +258,154 @@ def test_verify_column_parallel_linear(pool: Pool) -> None:
             assert_bitwise_equal(torch.cat([r[name] for r in ranks], dim), expected[name], f"{name}, W={world}")
 
 
+def run_row_head(group: dist.ProcessGroup, plan: TreePlan) -> dict[str, Any]:
+    """A row-parallel layer whose y leaves in fp32, over two samples."""
+    x, w, b, dy = row_head_data()
+    layer = nn.RowParallelLinear.from_full(
+        w, b, plan=plan, group=group, compute_dtype=torch.bfloat16, out_dtype=torch.float32
+    )
+    lo, hi = layer.sharding.run
+    part = x[..., plan.cuts(N)[lo] : plan.cuts(N)[hi]].clone().requires_grad_()
+    y = layer(part, sample_offsets=[0, 1, 6])
+    y.backward(dy)
+    return {"y": y.detach(), "dx": part.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
+
+
+def row_head_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        wide_exponents((2, 3, N), torch.bfloat16, 1, spread=20),
+        wide_exponents((OUT, N), torch.float32, 2, spread=20),
+        wide_exponents((OUT,), torch.float32, 3, spread=20),
+        wide_exponents((2, 3, OUT), torch.float32, 4, spread=20),
+    )
+
+
+@pytest.mark.multiprocess
+def test_verify_row_parallel_samples_and_out_dtype(pool: Pool) -> None:
+    plan = TreePlan(leaves=8)
+    x, w, b, dy = row_head_data()
+    w16, offsets = w.bfloat16(), [0, 1, 6]
+    expected = {
+        "y": reference.linear(x, w16, plan, b, out_dtype=torch.float32),
+        "dx": reference.linear_dx([dy], [w16], plan, out_dtype=torch.bfloat16),
+        "dw": reference.linear_dw(dy, x, offsets, plan),
+        "db": reference.bias_grad(dy, offsets, plan),
+    }
+    other = [0, 3, 6]  # what the shape of x would say
+    assert_bits_differ(expected["dw"], reference.linear_dw(dy, x, other, plan), "dW of other samples")
+    assert_bits_differ(expected["db"], reference.bias_grad(dy, other, plan), "dbias of other samples")
+    for world in (1, 2, 3):
+        ranks = pool.run(run_row_head, world, plan)
+        for rank in ranks:
+            assert_bitwise_equal(rank["y"], expected["y"], f"y, W={world}")
+            assert_bitwise_equal(rank["db"], expected["db"], f"dbias, W={world}")
+        for name, dim in (("dx", -1), ("dw", 1)):
+            assert_bitwise_equal(torch.cat([r[name] for r in ranks], dim), expected[name], f"{name}, W={world}")
+
+
+def run_calls(group: dist.ProcessGroup, plan: TreePlan) -> dict[str, str]:
+    """What a row-parallel and a column-parallel layer say to wrong calls; the layers work afterwards."""
+    forward_ad = torch.autograd.forward_ad
+    row = nn.RowParallelLinear.from_full(torch.ones(OUT, N), torch.ones(OUT), plan=plan, group=group)
+    column = nn.ColumnParallelLinear.from_full(torch.ones(N, K), torch.ones(N), plan=plan, group=group)
+    sizes = {"row": row.weight.shape[1], "column": K}
+
+    def with_bias(layer: torch.nn.Module, bias: Tensor, x: Tensor) -> object:
+        return torch.func.functional_call(layer, {"bias": bias}, (x,))
+
+    def dual(layer: torch.nn.Module, x: Tensor, weight: bool) -> object:
+        with forward_ad.dual_level():
+            if not weight:
+                return layer(forward_ad.make_dual(x, x))
+            w = forward_ad.make_dual(layer.weight.detach().clone(), layer.weight.detach().clone())
+            return torch.func.functional_call(layer, {"weight": w}, (x,))
+
+    def twice(layer: torch.nn.Module, x: Tensor) -> None:
+        a = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(layer(a).pow(2).sum(), a, create_graph=True)
+        g.sum().backward()
+
+    def frozen_with_trainable_bias(layer: torch.nn.Module, x: Tensor) -> object:
+        layer = type(layer).from_full(  # type: ignore[attr-defined]
+            torch.ones(OUT, N) if layer is row else torch.ones(N, K),
+            torch.ones(OUT if layer is row else N),
+            plan=plan,
+            group=group,
+        )
+        layer.weight.requires_grad_(False)
+        return tbik.freeze(layer)(x)
+
+    def calls(layer: torch.nn.Module, x: Tensor, bias: Tensor) -> dict[str, Callable[[], object]]:
+        return {
+            "4-D x": lambda: layer(x.view(2, 1, 2, -1)),
+            "offsets": lambda: layer(x, [0, 9]),
+            "offsets, text": lambda: layer(x, "abc"),
+            "fp64 bias": lambda: with_bias(layer, bias.double(), x),
+            "bias length": lambda: with_bias(layer, torch.ones(3), x),
+            "x dtype": lambda: layer(x.bfloat16()),
+            "x width": lambda: layer(torch.ones(4, 3)),
+            "vmap": lambda: torch.func.vmap(layer)(x),
+            "jvp": lambda: dual(layer, x, False),
+            "jvp of the weight": lambda: dual(layer, x, True),
+            "second derivative": lambda: twice(layer, x),
+            "frozen, trainable bias": lambda: frozen_with_trainable_bias(layer, x),
+        }
+
+    messages = {}
+    for kind, layer in (("row", row), ("column", column)):
+        x = torch.ones(4, sizes[kind])
+        for name, call in calls(layer, x, layer.bias.detach()).items():
+            try:
+                call()
+                messages[f"{kind}: {name}"] = "no error"
+            except Exception as error:
+                messages[f"{kind}: {name}"] = f"{type(error).__name__} {error}"
+        assert torch.isfinite(layer(x)).all()
+    return messages
+
+
+@pytest.mark.multiprocess
+def test_verify_wrong_calls_are_refused_at_every_world_size(pool: Pool) -> None:
+    for world in (1, 2):
+        for messages in pool.run(run_calls, world, TreePlan(leaves=8)):
+            assert len(messages) == 24
+            for name, message in messages.items():
+                assert message.startswith("PlanError"), f"W={world}: {name}: {message}"
+
+
+def run_in_place(group: dist.ProcessGroup, plan: TreePlan) -> list[tuple[Tensor, Tensor]]:
+    """Outputs edited in place and gradients through them, beside those of edits out of place; a negated bias."""
+    pairs = []
+    x, w = wide_exponents((4, N), torch.float32, 1, spread=20), wide_exponents((OUT, N), torch.float32, 2, spread=20)
+    negated = torch.complex(torch.zeros(OUT), wide_exponents((OUT,), torch.float32, 3, spread=20)).conj().imag
+    assert negated.is_neg()
+    row = nn.RowParallelLinear.from_full(w, torch.nn.Parameter(negated), plan=plan, group=group)
+    column = nn.ColumnParallelGroup.from_full([w.T.contiguous(), w.T.contiguous()], plan=plan, group=group)
+    lo, hi = row.sharding.run
+    inputs = {"row": (row, x[:, plan.cuts(N)[lo] : plan.cuts(N)[hi]]), "column": (column, x[:, :OUT])}
+    for layer, part in inputs.values():
+        for results in zip(*(edited(layer, part.clone().requires_grad_(), f) for f in (torch.relu_, torch.relu))):
+            pairs.append(results)
+    return pairs
+
+
+def edited(layer: torch.nn.Module, x: Tensor, relu: Any) -> list[Tensor]:
+    ys = layer(x)
+    ys = [relu(y) for y in (ys if isinstance(ys, tuple) else [ys])]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(sum(y.sum() for y in ys), [x, *layer.parameters()])]
+
+
+@pytest.mark.multiprocess
+def test_verify_outputs_can_be_edited_in_place(pool: Pool) -> None:
+    for world in (1, 2, 3):
+        for pairs in pool.run(run_in_place, world, TreePlan(leaves=8)):
+            for value, expected in pairs:
+                assert_bitwise_equal(value, expected, f"relu_, W={world}")
+    layers = torch.nn.Sequential(nn.Linear(8, 4, plan=TreePlan(leaves=4)), torch.nn.ReLU(inplace=True))
+    layers(torch.ones(2, 8)).sum().backward()
+    assert layers[0].weight.grad is not None
+
+
 def run_frozen(group: dist.ProcessGroup, plan: TreePlan) -> dict[str, Tensor]:
     from tbik import freeze
 
@@ -401,9 +550,9 @@ def test_verify_group_arguments() -> None:
     plan = TreePlan(leaves=4)
     w = torch.zeros(8, 4)
     cases = [
-        (lambda: nn.ColumnParallelGroup([], out_features=[], plan=plan), "as many biases"),
-        (lambda: nn.ColumnParallelGroup([w, w], out_features=[8], plan=plan), "as many biases"),
-        (lambda: nn.ColumnParallelGroup([w, w], [None], out_features=[8, 8], plan=plan), "as many biases"),
+        (lambda: nn.ColumnParallelGroup([], out_features=[], plan=plan), "non-empty list"),
+        (lambda: nn.ColumnParallelGroup([w, w], out_features=[8], plan=plan), "an entry per weight, 2"),
+        (lambda: nn.ColumnParallelGroup([w, w], [None], out_features=[8, 8], plan=plan), "got 1 for 2 weights"),
         (lambda: nn.ColumnParallelGroup([w, w[:, :3]], out_features=[8, 8], plan=plan), r"expected weight \[8, 4\]"),
         (lambda: nn.ColumnParallelGroup([w], [torch.zeros(3)], out_features=[8], plan=plan), r"bias \[8\]"),
         (lambda: nn.ColumnParallelGroup([w[0]], out_features=[8], plan=plan), r"\[N, K\], got \[4\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import warnings
@@ -252,13 +253,137 @@ def test_verify_frozen_weight_refuses(use: str) -> None:
 
 def test_verify_frozen_module_refuses_training() -> None:
     module = tbik.freeze(model())
-    with pytest.raises(PlanError, match="frozen and has no gradient"):
+    with pytest.raises(PlanError, match="frozen.*has no backward"):
         module(X)
     module = tbik.freeze(model().requires_grad_(False))
     infer(module, X)
     module(X)  # nothing asks for a gradient
-    with pytest.raises(PlanError, match="frozen and has no gradient"):
+    with pytest.raises(PlanError, match="frozen.*has no backward"):
         module(X.clone().requires_grad_())
+
+
+def test_verify_no_packed_route_loses_a_gradient() -> None:
+    """x, the weight and the bias: who wants a gradient of any of them through a pack is told."""
+    plan = TreePlan(leaves=6)
+    w = torch.randn(4, 24)
+
+    def routes(which: str) -> dict[str, Callable[[], object]]:
+        """Each packed route where only x, only the weight or only the bias requires grad."""
+        x, bias = X.clone().requires_grad_(which == "x"), torch.randn(4).requires_grad_(which == "bias")
+        weight = w.clone().requires_grad_(which == "weight")
+        packed = ops.pack_weight(weight, plan=plan)
+
+        def frozen(layer: torch.nn.Module) -> torch.nn.Module:
+            for parameter in layer.parameters():
+                parameter.requires_grad_(which == ("weight" if parameter.dim() == 2 else "bias"))
+            return tbik.freeze(layer)
+
+        layers = {
+            "Linear": nn.Linear.from_full(w.clone(), bias.detach().clone(), plan=plan),
+            "row": nn.RowParallelLinear.from_full(w, bias.detach().clone(), plan=plan),
+            "column": nn.ColumnParallelLinear.from_full(w, bias.detach().clone(), plan=plan),
+            "group": nn.ColumnParallelGroup.from_full([w, w], [None, bias.detach().clone()], plan=plan),
+        }
+        calls: dict[str, Callable[[], object]] = {n: functools.partial(frozen(m), x) for n, m in layers.items()}
+        calls["operator"] = lambda: ops.linear(x, packed, bias, plan=plan)
+        return calls
+
+    for which in ("x", "weight", "bias"):
+        for name, call in routes(which).items():
+            with torch.no_grad():
+                call()
+            with pytest.raises(PlanError, match="has no backward"):
+                call()
+                raise AssertionError(f"{name}: the gradient of {which} is lost")
+    for call in routes("nothing").values():
+        call()
+
+
+def test_verify_observers_see_the_packed_operator() -> None:
+    module = tbik.freeze(nn.Linear(24, 12, plan=PLAN).requires_grad_(False))
+    other = wide_exponents((3, 24), torch.float32, 2, spread=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, X)
+    assert_bitwise_equal(traced(other), module(other), "a trace replayed on other values")
+
+    seen: list[str] = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: object = None) -> object:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    with Record():
+        module(X)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module(X)
+    assert "tbik.linear_packed.default" in seen
+    assert "tbik::linear_packed" in {event.name for event in profile.events()}
+    graph = torch.fx.experimental.proxy_tensor.make_fx(module)(X)
+    assert_bitwise_equal(graph(other), module(other), "make_fx")
+
+
+def test_verify_lazily_negated_and_zero_tensors() -> None:
+    def negated(*shape: int) -> Tensor:
+        value = torch.complex(torch.zeros(shape), wide_exponents(shape, torch.float32, 5, spread=8)).conj().imag
+        assert value.is_neg()
+        return value
+
+    w, bias, x = negated(4, 24), negated(4), negated(3, 24)
+    expected = ops.linear(x.clone(), w.clone(), bias.clone(), plan=PLAN)
+    assert_bitwise_equal(ops.linear(x, ops.pack_weight(w, plan=PLAN), bias, plan=PLAN), expected, "packed")
+    for layer in (
+        nn.Linear.from_full(w, bias, plan=PLAN),
+        nn.Linear.from_full(torch.nn.Parameter(w), torch.nn.Parameter(bias), plan=PLAN),
+        nn.ColumnParallelLinear.from_full(w, bias, plan=PLAN),
+    ):
+        assert_bitwise_equal(infer(tbik.freeze(layer), x), expected, "frozen")
+    zero = torch._efficientzerotensor(3, 24)
+    packed = ops.pack_weight(w, plan=PLAN)
+    assert_bitwise_equal(ops.linear(zero, packed, bias, plan=PLAN), bias.expand(3, 4).contiguous(), "zero tensor")
+
+
+def test_verify_failed_freeze_changes_nothing() -> None:
+    """Whatever freeze() refuses, at whichever module: the tree is as it was."""
+    first, held, last = (nn.Linear(24, 24, plan=PLAN) for _ in range(3))
+    module = torch.nn.ModuleList([first, held, last])
+    tbik.freeze(last)
+    packs = dict(last.weight._packs)
+    view = held.weight.view(-1)  # keeps the weight in use: swap_tensors refuses
+    last.parallel = "row"  # another use, hence another pack
+    with pytest.raises(PlanError, match="still in use"):
+        tbik.freeze(module)
+    assert type(first.weight) is type(held.weight) is torch.nn.Parameter
+    assert last.weight._packs == packs
+    first(X).sum().backward()
+    assert first.weight.grad is not None and view.shape == (576,)
+    del view
+    tbik.freeze(module)
+    assert all(isinstance(layer.weight, FrozenWeight) for layer in module)
+    tbik.unfreeze(module)
+    tbik.freeze(last, release=True)
+    last.parallel = None
+    with pytest.raises(PlanError, match="released"):
+        tbik.freeze(module)
+    assert type(first.weight) is torch.nn.Parameter
+    # a wrong dtype, found while packing, after a tied weight has been accepted
+    tied = Tied()
+    wrong = nn.Linear(24, 24, plan=PLAN)
+    wrong.compute_dtype = torch.float64
+    with pytest.raises(PlanError, match="float64"):
+        tbik.freeze(torch.nn.ModuleList([tied, wrong]), allow_tied=True)
+    assert tied.head.weight is tied.embedding.weight
+
+
+def test_verify_gradients_come_back() -> None:
+    module = model()
+    module(X).sum().backward()
+    gradient = module[0].weight.grad.clone()
+    tbik.freeze(module)
+    assert module[0].weight.grad is None
+    tbik.unfreeze(module)
+    assert_bitwise_equal(module[0].weight.grad, gradient, "the gradient of before freeze()")
 
 
 def test_verify_optimizer_cannot_move_a_frozen_weight() -> None:

@@ -68,14 +68,11 @@ def linear(
     """
     where = "ops.linear"
     key = _plan_key(where, plan)
-    compute, out = _require_dtypes(where, x, plan, compute_dtype, out_dtype)
-    if parallel not in (None, "row", "column"):
-        raise PlanError(f"{where}: parallel is 'row', 'column' or None, got {parallel!r}")
+    compute, out = require_linear(
+        where, x, w, bias, plan, compute_dtype, out_dtype=out_dtype, sample_offsets=sample_offsets, parallel=parallel
+    )
     if isinstance(w, PackedWeight):
-        return _packed_linear(where, x, w, bias, plan, compute, out, parallel)
-    _require_weight(where, "w", w, x, compute, plan)
-    _require_bias_beside(where, bias, w.shape[0], x, plan)
-    require_samples(where, x, sample_offsets)
+        return _call_packed(x, w, bias, 0, out)
     offsets = None if sample_offsets is None else list(sample_offsets)
     y: Tensor = _linear(x, w, bias, key, compute, out, offsets, parallel == "row", parallel == "column")
     return y
@@ -102,15 +99,9 @@ def linear_group(
     compute, _ = _require_dtypes(where, x, plan, compute_dtype, None)
     if parallel not in (None, "column"):
         raise PlanError(f"{where}: parallel is 'column' or None, got {parallel!r}; a row-parallel linear stands alone")
-    if not isinstance(weights, (list, tuple)) or not weights:
-        raise PlanError(f"{where}: weights is a non-empty list or tuple of [N, K] tensors, got {_kind(weights)}")
-    biases = [None] * len(weights) if biases is None else list(biases)
-    if len(biases) != len(weights):
-        raise PlanError(
-            f"{where}: expected one bias (or None) per weight, got {len(biases)} for {len(weights)} weights"
-        )
+    biases = require_members(where, weights, biases)
     for g, (w, bias) in enumerate(zip(weights, biases, strict=True)):
-        _require_weight(where, f"weights[{g}]", w, x, compute, plan)
+        _require_weight(where, f"weights[{g}]", w, x, compute)
         _require_bias_beside(where, bias, w.shape[0], x, plan)
     require_samples(where, x, sample_offsets)
     present = [bias for bias in biases if bias is not None]
@@ -138,13 +129,14 @@ def linear_cover(
     """
     where = "ops.linear_cover"
     key = _plan_key(where, plan)
-    _require_dtypes(where, x, plan, compute_dtype, None)
+    compute, _ = _require_dtypes(where, x, plan, compute_dtype, None)
+    _require_flag(where, "parallel", parallel)
     _require_run(where, plan, run, "x", x.shape[-1])
     if isinstance(w, PackedWeight):
-        _require_pack(where, w, x, plan, compute_dtype, run, parallel)
+        _require_pack(where, w, x, None, plan, compute, run, parallel)
         return _call_packed(x, w, None, _num_nodes(run), acc_dtype(plan))
-    _require_weight(where, "w", w, x, compute_dtype, plan)
-    cover: Tensor = _linear_cover(x, w, key, compute_dtype, *run, parallel)
+    _require_weight(where, "w", w, x, compute)
+    cover: Tensor = _linear_cover(x, w, key, compute, *run, parallel)
     return cover
 
 
@@ -166,23 +158,33 @@ def linear_dx(
     """
     where = "ops.linear_dx"
     key = _plan_key(where, plan)
+    for name, value in (("grad_outputs", grad_outputs), ("weights", weights)):
+        _require_list(where, name, value)
     if not weights or len(weights) != len(grad_outputs):
         raise PlanError(f"{where}: expected one grad_output per weight, got {len(grad_outputs)} and {len(weights)}")
     _require_compute(where, compute_dtype, plan)
-    lead = grad_outputs[0].shape[:-1]
+    _require_flag(where, "parallel", parallel)
     for g, (dy, w) in enumerate(zip(grad_outputs, weights, strict=True)):
-        _require_dense(where, f"grad_outputs[{g}]", dy)
+        _require_operand(where, f"grad_outputs[{g}]", dy, grad_outputs[0], plan)
         _require_dense(where, f"weights[{g}]", w)
+        _require_same_device(where, "grad_outputs[0]", grad_outputs[0], f"weights[{g}]", w)
+        _require_weight_dtype(where, f"weights[{g}]", w.dtype, compute_dtype)
+        lead = grad_outputs[0].shape[:-1]
         if w.dim() != 2 or dy.shape != (*lead, w.shape[0]) or w.shape[1] != weights[0].shape[1]:
             raise PlanError(f"{where}: member {g}: expected dY [..., N] and W [N, K], got {_shape(dy)} and {_shape(w)}")
     if runs is None:
-        out = out_dtype or compute_dtype
+        out = _require_out(where, compute_dtype if out_dtype is None else out_dtype, plan)
         dx: Tensor = _linear_dx(list(grad_outputs), list(weights), key, compute_dtype, out, parallel)
         return dx
-    if len(runs) != len(weights) or any(run[1:] != runs[0][1:] for run in runs):
+    if out_dtype is not None:
+        raise PlanError(f"{where}: a cover leaves in {plan.acc_dtype}; out_dtype belongs to a whole dX, without runs")
+    _require_list(where, "runs", runs)
+    if len(runs) != len(weights):
         raise PlanError(f"{where}: expected one run per member, all with the same leaves, got {list(runs)}")
     for g, (run, w) in enumerate(zip(runs, weights, strict=True)):
         _require_run(where, plan, run, f"weights[{g}]", w.shape[0])
+    if any(run[1:] != runs[0][1:] for run in runs):
+        raise PlanError(f"{where}: expected one run per member, all with the same leaves, got {list(runs)}")
     lengths = [run.length for run in runs]
     lo, hi = runs[0][1:]
     dx = _linear_dx_cover(list(grad_outputs), list(weights), key, compute_dtype, lengths, lo, hi, parallel)
@@ -199,10 +201,9 @@ def linear_dw(
     """
     where = "ops.linear_dw"
     key = _plan_key(where, plan)
-    _require_dense(where, "dy", dy)
-    _require_dense(where, "x", x)
-    _require_compute(where, compute_dtype, plan)
-    if dy.dim() < 1 or x.dim() < 1 or dy.shape[:-1] != x.shape[:-1]:
+    _require_dtypes(where, x, plan, compute_dtype, None)
+    _require_operand(where, "dy", dy, x, plan)
+    if dy.dim() < 1 or dy.shape[:-1] != x.shape[:-1]:
         raise PlanError(f"{where}: expected dy [..., N] and x [..., K], got {_shape(dy)} and {_shape(x)}")
     require_samples(where, x, sample_offsets)
     offsets = None if sample_offsets is None else list(sample_offsets)
@@ -214,7 +215,9 @@ def bias_grad(dy: Tensor, *, plan: TreePlan, sample_offsets: Sequence[int] | Non
     """dbias[n] = dW[n] for x = 1 (S1). dy [..., N] -> [N] in acc_dtype; no autograd. Bits: layout-invariant."""
     where = "ops.bias_grad"
     key = _plan_key(where, plan)
-    _require_dense(where, "dy", dy)
+    _require_operand(where, "dy", dy, dy, plan)
+    if dy.dim() < 1:
+        raise PlanError(f"{where}: expected dy [..., N], got a scalar")
     require_samples(where, dy, sample_offsets)
     offsets = None if sample_offsets is None else list(sample_offsets)
     db: Tensor = _bias_grad(dy, offsets, key)
@@ -231,15 +234,16 @@ class PackedWeight:
     that (tbik.packing). Operators name it by `handle`, a number that is never used twice.
     """
 
-    __slots__ = ("__weakref__", "compute_dtype", "handle", "nbytes", "plan", "rounds", "run", "shape")
+    __slots__ = ("__weakref__", "compute_dtype", "handle", "nbytes", "plan", "rounds", "run", "shape", "trainable")
 
     def __init__(self, w: Tensor, run: CoverRun, plan: TreePlan, compute_dtype: torch.dtype, rounds: bool) -> None:
         cuts = _local_cuts(plan, run)
-        packed = _C.pack([w.detach()], False, [cuts], _name(compute_dtype))
+        packed = _C.pack([w.detach().resolve_neg()], False, [cuts], _name(compute_dtype))
         entry = _Pack(packed, cuts, compute_dtype, plan.leaves, run, rounds)
         self.handle = next(_handles)
         self.shape, self.nbytes = w.shape, int(packed.nbytes)
         self.plan, self.run, self.compute_dtype, self.rounds = plan, run, compute_dtype, rounds
+        self.trainable = w.requires_grad
         _packs[self.handle] = entry
         weakref.finalize(self, _packs.pop, self.handle, None).atexit = False
 
@@ -267,7 +271,8 @@ def pack_weight(
     """Packs W [N, K], or the slice [N, k] of a run of leaves, once; `linear` takes it in place of the tensor.
 
     compute_dtype: w.dtype by default. parallel: as in `linear`, which must be called with the same. Same bits as the
-    tensor (tests/test_packing.py::test_verify_packed_equals_unpacked).
+    tensor (tests/test_packing.py::test_verify_packed_equals_unpacked). A pack has no backward: where x, the bias or w
+    itself would need a gradient, the call raises.
     """
     where = "ops.pack_weight"
     _plan_key(where, plan)
@@ -278,7 +283,8 @@ def pack_weight(
         raise PlanError(f"{where}: expected w [N, K], got {_shape(w)}")
     compute = w.dtype if compute_dtype is None else compute_dtype
     _require_compute(where, compute, plan)
-    _require_weight_dtype(where, "w", w, compute)
+    _require_weight_dtype(where, "w", w.dtype, compute)
+    _require_parallel(where, parallel)
     run = CoverRun(w.shape[1], 0, plan.leaves) if run is None else run
     _require_run(where, plan, run, "w", w.shape[1])
     return PackedWeight(w, run, plan, compute, _rounds(plan, parallel == "row"))
@@ -297,48 +303,39 @@ _handles = itertools.count(1)
 _packs: dict[int, _Pack] = {}
 
 
-def _packed_linear(
-    where: str,
-    x: Tensor,
-    w: PackedWeight,
-    bias: Tensor | None,
-    plan: TreePlan,
-    compute: torch.dtype,
-    out: torch.dtype,
-    parallel: Parallel | None,
-) -> Tensor:
-    run = CoverRun(w.shape[1], 0, plan.leaves)
-    _require_pack(where, w, x, plan, compute, run, parallel == "row")
-    _require_bias_beside(where, bias, w.shape[0], x, plan)
-    return _call_packed(x, w, bias, 0, out)
-
-
 def _call_packed(x: Tensor, w: PackedWeight, bias: Tensor | None, num_nodes: int, out_dtype: torch.dtype) -> Tensor:
     # Straight to the kernel where the dispatcher has nothing to do: it would cost more than a small product.
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+    if not torch.compiler.is_compiling() and not _is_observed():
         tensors = (x,) if bias is None else (x, bias)
-        if all(type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and not t.is_neg() for t in tensors):
+        if all(type(t) in (Tensor, torch.nn.Parameter) and _is_plain(t) for t in tensors):
             return _packed_kernel(x, w.handle, bias, w.shape[0], num_nodes, out_dtype)
     y: Tensor = _linear_packed(x, w.handle, bias, w.shape[0], num_nodes, out_dtype)
     return y
 
 
-def _require_pack(
-    where: str, w: PackedWeight, x: Tensor, plan: TreePlan, compute: torch.dtype, run: CoverRun, row: bool
-) -> None:
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise PlanError(f"{where}: a packed weight has no backward; use torch.no_grad(), or the weight tensor to train")
-    given = (plan, run, compute, _rounds(plan, row))
-    made = (w.plan, w.run, w.compute_dtype, w.rounds)
-    if given != made:
-        raise PlanError(
-            f"{where}: the weight was packed for (plan, run, compute_dtype, rounds) = {made}, got {given}; "
-            "pack it again"
-        )
-    if x.shape[-1] != w.shape[1]:
-        raise PlanError(
-            f"{where}: expected x [..., {w.shape[1]}] for the packed weight {list(w.shape)}, got {_shape(x)}"
-        )
+def _key_bits(*names: str) -> int:
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
+
+
+_PLAIN_TENSOR = _key_bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
+_PLAIN_THREAD = _key_bits("BackendSelect", "ADInplaceOrView")
+
+
+def _is_observed() -> bool:
+    """Whether someone sees or changes the operators this thread calls: a trace, a mode, a transform, a profiler."""
+    return (
+        bool(torch._C._dispatch_tls_local_include_set().raw_repr() & ~_PLAIN_THREAD)
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether t is dense CPU memory as it stands: no meta, lazily negated, zero or wrapped tensor."""
+    return not torch._C._dispatch_keys(t).raw_repr() & ~_PLAIN_TENSOR
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -392,7 +389,7 @@ def _linear(
         out_dtype,
         bias=bias,
     )
-    return y_MN.view(*x.shape[:-1], w.shape[0])
+    return _shaped(y_MN, *x.shape[:-1], w.shape[0])
 
 
 @_fake(_linear)
@@ -407,6 +404,7 @@ def _linear_fake(
     narrow_y: bool,
     narrow_dx: bool,
 ) -> Tensor:
+    _require_one_device(x, w, bias)
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
@@ -463,6 +461,7 @@ def _linear_group_fake(
     sample_offsets: list[int] | None,
     narrow_dx: bool,
 ) -> list[Tensor]:
+    _require_one_device(x, *weights, *biases)
     return [x.new_empty((*x.shape[:-1], w.shape[0])) for w in weights]
 
 
@@ -499,7 +498,7 @@ def _packed_kernel(x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes:
         raise PlanError(f"tbik::linear_packed: pack {pack} is gone; pack the weight again")
     schedule = _run_schedule(entry.run.lo, entry.run.hi, entry.leaves, num_nodes == 0, entry.rounds)
     out = _contract([_rows(x)], entry.packed, [entry.cuts], schedule, entry.compute, out_dtype, bias=bias, n=n)
-    return out.view(*((num_nodes,) if num_nodes else ()), *x.shape[:-1], n)
+    return _shaped(out, *((num_nodes,) if num_nodes else ()), *x.shape[:-1], n)
 
 
 _linear_packed = _operator(
@@ -512,6 +511,7 @@ _linear_packed = _operator(
 def _linear_packed_fake(
     x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes: int, out_dtype: torch.dtype
 ) -> Tensor:
+    _require_one_device(x, bias)
     return x.new_empty((*((num_nodes,) if num_nodes else ()), *x.shape[:-1], n), dtype=out_dtype)
 
 
@@ -525,13 +525,14 @@ def _linear_cover(
     p, run = TreePlan.from_key(plan), CoverRun(length, lo, hi)
     schedule = _run_schedule(lo, hi, p.leaves, False, _rounds(p, narrow))
     out = _contract([_rows(x)], [w], [_local_cuts(p, run)], schedule, compute, acc_dtype(p))
-    return out.view(_num_nodes(run), *x.shape[:-1], w.shape[0])
+    return _shaped(out, _num_nodes(run), *x.shape[:-1], w.shape[0])
 
 
 @_fake(_linear_cover)
 def _linear_cover_fake(
     x: Tensor, w: Tensor, plan: str, compute: torch.dtype, length: int, lo: int, hi: int, narrow: bool
 ) -> Tensor:
+    _require_one_device(x, w)
     dtype = acc_dtype(TreePlan.from_key(plan))
     return x.new_empty((_num_nodes(CoverRun(length, lo, hi)), *x.shape[:-1], w.shape[0]), dtype=dtype)
 
@@ -559,7 +560,7 @@ def _linear_dx(
         out_dtype,
         b_k_major=True,
     )
-    return dx_MK.view(*grad_outputs[0].shape[:-1], weights[0].shape[1])
+    return _shaped(dx_MK, *grad_outputs[0].shape[:-1], weights[0].shape[1])
 
 
 @_fake(_linear_dx)
@@ -571,6 +572,7 @@ def _linear_dx_fake(
     out_dtype: torch.dtype,
     narrow: bool,
 ) -> Tensor:
+    _require_one_device(*grad_outputs, *weights)
     dy = grad_outputs[0]
     return dy.new_empty((*dy.shape[:-1], weights[0].shape[1]), dtype=out_dtype)
 
@@ -601,7 +603,7 @@ def _linear_dx_cover(
         acc_dtype(p),
         b_k_major=True,
     )
-    return out.view(_num_nodes(runs[0]), *grad_outputs[0].shape[:-1], weights[0].shape[1])
+    return _shaped(out, _num_nodes(runs[0]), *grad_outputs[0].shape[:-1], weights[0].shape[1])
 
 
 @_fake(_linear_dx_cover)
@@ -615,6 +617,7 @@ def _linear_dx_cover_fake(
     hi: int,
     narrow: bool,
 ) -> Tensor:
+    _require_one_device(*grad_outputs, *weights)
     dy, num_nodes = grad_outputs[0], _num_nodes(CoverRun(lengths[0], lo, hi))
     return dy.new_empty((num_nodes, *dy.shape[:-1], weights[0].shape[1]), dtype=acc_dtype(TreePlan.from_key(plan)))
 
@@ -634,6 +637,7 @@ def _linear_dw(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: st
 
 @_fake(_linear_dw)
 def _linear_dw_fake(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: str, compute: torch.dtype) -> Tensor:
+    _require_one_device(dy, x)
     return dy.new_empty((dy.shape[-1], x.shape[-1]), dtype=acc_dtype(TreePlan.from_key(plan)))
 
 
@@ -642,9 +646,11 @@ def _linear_dw_fake(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, pla
     "(Tensor dy, SymInt[]? sample_offsets, str plan) -> Tensor",
 )
 def _bias_grad(dy: Tensor, sample_offsets: list[int] | None, plan: str) -> Tensor:
-    ones = torch.ones((*dy.shape[:-1], 1), dtype=dy.dtype)
-    db: Tensor = _linear_dw(dy, ones, sample_offsets, plan, dy.dtype)
-    return db.view(-1)
+    # the chain is acc_dtype's, whatever dtype dY leaves the forward in
+    compute = torch.float64 if acc_dtype(TreePlan.from_key(plan)) == torch.float64 else dy.dtype
+    ones = dy.new_ones((*dy.shape[:-1], 1))
+    db: Tensor = _linear_dw(dy, ones, sample_offsets, plan, compute)
+    return _shaped(db, db.shape[0])
 
 
 @_fake(_bias_grad)
@@ -693,6 +699,11 @@ def _contract(
     if isinstance(b, list) and chain != compute:
         b = [t.to(compute) for t in b]  # the kernel widens exactly, and rounds an fp32 master weight to `compute`
     return _C.gemm(a, a_k_major, b, b_k_major, cuts, schedule, _name(chain), bias, out_dtype=out_dtype)
+
+
+def _shaped(out: Tensor, *shape: int) -> Tensor:
+    # not a view: autograd forbids in-place edits of a view that an operator returns
+    return out if out.shape == shape else torch.ops.aten._unsafe_view.default(out, shape)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -782,6 +793,84 @@ def _cached_key(plan: TreePlan) -> str:
     return plan.key()
 
 
+def require_linear(
+    where: str,
+    x: Tensor,
+    w: Tensor | PackedWeight,
+    bias: Tensor | None,
+    plan: TreePlan,
+    compute_dtype: torch.dtype | None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    sample_offsets: Sequence[int] | None = None,
+    parallel: Parallel | None = None,
+    run: CoverRun | None = None,
+) -> tuple[torch.dtype, torch.dtype]:
+    """compute and output dtype of y = x W^T + bias; PlanError for everything that `linear` does not do.
+
+    run: the leaves that this rank holds of the contraction; all of them by default.
+    """
+    compute, out = _require_dtypes(where, x, plan, compute_dtype, out_dtype)
+    _require_parallel(where, parallel)
+    if run is not None:
+        _require_run(where, plan, run, "x", x.shape[-1])
+    if isinstance(w, PackedWeight):
+        whole = CoverRun(w.shape[1], 0, plan.leaves)
+        _require_pack(where, w, x, bias, plan, compute, whole if run is None else run, parallel == "row")
+    else:
+        _require_weight(where, "w", w, x, compute)
+    _require_bias_beside(where, bias, w.shape[0], x, plan)
+    require_samples(where, x, sample_offsets)
+    return compute, out
+
+
+def require_layer(
+    where: str,
+    stored: torch.dtype,
+    plan: TreePlan,
+    compute_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    parallel: Parallel | None,
+) -> None:
+    """PlanError unless a layer with a weight in dtype `stored` has an input that `linear` takes."""
+    _require_dtype(where, "the weight", stored)
+    compute = stored if compute_dtype is None else compute_dtype
+    _require_compute(where, compute, plan)
+    _require_weight_dtype(where, "the weight", stored, compute)
+    _require_out(where, compute if out_dtype is None else out_dtype, plan)
+    _require_parallel(where, parallel)
+
+
+def _require_pack(
+    where: str,
+    w: PackedWeight,
+    x: Tensor,
+    bias: Tensor | None,
+    plan: TreePlan,
+    compute: torch.dtype,
+    run: CoverRun,
+    row: bool,
+) -> None:
+    """Every product by a pack passes here: no gradient is lost, and no pack serves another use."""
+    wanted = w.trainable or x.requires_grad or (isinstance(bias, Tensor) and bias.requires_grad)
+    if wanted and torch.is_grad_enabled():
+        raise PlanError(
+            f"{where}: a packed (frozen) weight has no backward, and x, the weight or the bias requires grad; use "
+            "torch.no_grad() to infer, or the weight itself (tbik.unfreeze(module)) to train"
+        )
+    given = (plan, run, compute, _rounds(plan, row))
+    made = (w.plan, w.run, w.compute_dtype, w.rounds)
+    if given != made:
+        raise PlanError(
+            f"{where}: the weight was packed for (plan, run, compute_dtype, rounds) = {made}, got {given}; "
+            "pack it again"
+        )
+    if x.shape[-1] != w.shape[1]:
+        raise PlanError(
+            f"{where}: expected x [..., {w.shape[1]}] for the packed weight {list(w.shape)}, got {_shape(x)}"
+        )
+
+
 def _require_dense(where: str, name: str, t: Tensor) -> None:
     if not isinstance(t, Tensor):
         raise PlanError(f"{where}: {name} is a tensor, got {_kind(t)}")
@@ -789,14 +878,18 @@ def _require_dense(where: str, name: str, t: Tensor) -> None:
         _require_plain_autograd(where, name, t)
     if t.layout != torch.strided or t.is_nested:
         raise PlanError(f"{where}: {name} is a dense tensor, got layout {t.layout}; use {name}.to_dense()")
-    if t.dtype not in DTYPES:
-        raise PlanError(f"{where}: {name} is bfloat16, float16, float32 or float64, got {t.dtype}; convert it first")
+    _require_dtype(where, name, t.dtype)
     if type(t) not in (Tensor, torch.nn.Parameter) and hasattr(t, "device_mesh"):
         raise PlanError(f"{where}: {name} is a plain tensor, got a DTensor; use {name}.to_local() or tbik.nn")
     if t.device.type not in DEVICES:
         raise PlanError(
             f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(DEVICES)}; use {name}.cpu()"
         )
+
+
+def _require_dtype(where: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise PlanError(f"{where}: {name} is bfloat16, float16, float32 or float64, got {dtype}; convert it first")
 
 
 def _require_plain_autograd(where: str, name: str, t: Tensor) -> None:
@@ -830,29 +923,83 @@ def _require_dtypes(
         raise PlanError(
             f"{where}: x is {_name(x.dtype)}, compute_dtype {_name(compute)}; they must agree: use x.to({compute})"
         )
-    out = x.dtype if out_dtype is None else out_dtype
+    return compute, _require_out(where, x.dtype if out_dtype is None else out_dtype, plan)
+
+
+def _require_out(where: str, out: torch.dtype, plan: TreePlan) -> torch.dtype:
     allowed = (torch.float64, torch.float32) if plan.acc_dtype == "float64" else DTYPES[:3]
     if out not in allowed:
         raise PlanError(f"{where}: out_dtype is one of {[_name(d) for d in allowed]} under this plan, got {out!r}")
-    return compute, out
+    return out
 
 
-def _require_weight(where: str, name: str, w: Tensor, x: Tensor, compute: torch.dtype, plan: TreePlan) -> None:
+def _require_parallel(where: str, parallel: Parallel | None) -> None:
+    if parallel not in (None, "row", "column"):
+        raise PlanError(f"{where}: parallel is 'row', 'column' or None, got {parallel!r}")
+
+
+def _require_flag(where: str, name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise PlanError(f"{where}: {name} is True or False, got {value!r}")
+
+
+def _require_list(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise PlanError(f"{where}: {name} is a list or tuple, got {_kind(value)}")
+
+
+def require_members(
+    where: str, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+) -> list[Tensor | None]:
+    """One bias (or None) for each weight of a group; PlanError where they do not match."""
+    if not isinstance(weights, (list, tuple)) or not weights:
+        raise PlanError(f"{where}: weights is a non-empty list or tuple of [N, K] tensors, got {_kind(weights)}")
+    if biases is None:
+        return [None] * len(weights)
+    _require_list(where, "biases", biases)
+    if len(biases) != len(weights):
+        raise PlanError(
+            f"{where}: expected one bias (or None) per weight, got {len(biases)} for {len(weights)} weights"
+        )
+    return list(biases)
+
+
+def _require_operand(where: str, name: str, t: Tensor, beside: Tensor, plan: TreePlan) -> None:
+    """A dY: any dtype that converts exactly to acc_dtype."""
+    _require_dense(where, name, t)
+    _require_same_device(where, "the first operand", beside, name, t)
+    if t.dtype == torch.float64 and plan.acc_dtype != "float64":
+        raise PlanError(
+            f"{where}: {name} is float64, which this plan rounds; use {name}.float() or TreePlan(acc_dtype='float64')"
+        )
+
+
+def _require_same_device(where: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
+    if a.device != b.device:
+        raise PlanError(f"{where}: {first} is on {a.device}, {second} on {b.device}; move one")
+
+
+def _require_one_device(*tensors: Tensor | None) -> None:
+    devices = sorted({str(t.device) for t in tensors if t is not None})
+    if len(devices) > 1:
+        raise PlanError(f"tbik: the tensors of one operator are on {' and '.join(devices)}; move them to one device")
+
+
+def _require_weight(where: str, name: str, w: Tensor, x: Tensor, compute: torch.dtype) -> None:
     _require_dense(where, name, w)
     if w.dim() != 2:
         raise PlanError(f"{where}: expected {name} [N, K], got shape {_shape(w)}; a vector is w[None]")
     if w.shape[1] != x.shape[-1]:
         raise PlanError(f"{where}: expected x [..., K] and {name} [N, K], got x {_shape(x)} and {name} {_shape(w)}")
-    if w.device != x.device:
-        raise PlanError(f"{where}: x is on {x.device}, {name} on {w.device}; move one")
-    _require_weight_dtype(where, name, w, compute)
+    _require_same_device(where, "x", x, name, w)
+    _require_weight_dtype(where, name, w.dtype, compute)
 
 
-def _require_weight_dtype(where: str, name: str, w: Tensor, compute: torch.dtype) -> None:
+def _require_weight_dtype(where: str, name: str, stored: torch.dtype, compute: torch.dtype) -> None:
     narrower = {torch.float32: DTYPES[:2], torch.float64: DTYPES[:3]}
-    if w.dtype not in (compute, *narrower.get(compute, (torch.float32,))):
+    if stored not in (compute, *narrower.get(compute, (torch.float32,))):
         raise PlanError(
-            f"{where}: {name} is {_name(w.dtype)}, compute_dtype {_name(compute)}; a weight is in compute_dtype, "
+            f"{where}: {name} is {_name(stored)}, compute_dtype {_name(compute)}; a weight is in compute_dtype, "
             f"an fp32 master weight, or narrower than compute_dtype: use {name}.to({compute})"
         )
 
@@ -870,8 +1017,7 @@ def _require_bias_beside(where: str, bias: Tensor | None, n: int, x: Tensor, pla
     if bias is None:
         return
     require_bias(where, bias, n, plan)
-    if bias.device != x.device:
-        raise PlanError(f"{where}: x is on {x.device}, bias on {bias.device}; move one")
+    _require_same_device(where, "x", x, "bias", bias)
 
 
 def require_samples(where: str, x: Tensor, sample_offsets: Sequence[int] | None) -> None:
@@ -884,9 +1030,7 @@ def require_samples(where: str, x: Tensor, sample_offsets: Sequence[int] | None)
                 "(B samples) or sample_offsets"
             )
         return
-    if not isinstance(sample_offsets, (list, tuple)) or any(
-        isinstance(o, bool) or not _is_int(o) for o in sample_offsets
-    ):
+    if not isinstance(sample_offsets, (list, tuple)) or not all(_is_int(o) for o in sample_offsets):
         raise PlanError(f"{where}: sample_offsets is a list or tuple of integers, got {_kind(sample_offsets)}")
     ascending = all(a <= b for a, b in itertools.pairwise(sample_offsets))
     if not sample_offsets or not ascending or sample_offsets[0] != 0 or sample_offsets[-1] != num_rows:
@@ -898,6 +1042,8 @@ def require_samples(where: str, x: Tensor, sample_offsets: Sequence[int] | None)
 
 
 def _require_run(where: str, plan: TreePlan, run: CoverRun, name: str, rows: int) -> None:
+    if not isinstance(run, CoverRun) or not all(_is_int(value) for value in run) or run.length < 0:
+        raise PlanError(f"{where}: a run is a CoverRun(length, lo, hi) of integers, got {run!r}")
     if not 0 <= run.lo <= run.hi <= plan.leaves:
         raise PlanError(f"{where}: expected leaves within [0, {plan.leaves}], got [{run.lo}, {run.hi})")
     expected = _local_cuts(plan, run)[-1]
@@ -909,7 +1055,7 @@ def _require_run(where: str, plan: TreePlan, run: CoverRun, name: str, rows: int
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt))
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _kind(value: Any) -> str:
