@@ -14,6 +14,7 @@ from tbik.registration import register as _register
 from tbik.tree import ORDER_VERSION
 
 if TYPE_CHECKING:
+    import tbik.launch as launch
     import tbik.nn as nn
     import tbik.ops as ops
     from tbik.collectives import Cover, all_reduce, reduce_scatter
@@ -29,6 +30,7 @@ _LAZY = {
     "reduce_scatter": "tbik.collectives",
     "freeze": "tbik.packing",
     "unfreeze": "tbik.packing",
+    "launch": "tbik.launch",
     "nn": "tbik.nn",
     "ops": "tbik.ops",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "TreePlan",
     "all_reduce",
     "freeze",
+    "launch",
     "nn",
     "ops",
     "reduce_scatter",
