@@ -362,7 +362,8 @@ def run_calls(group: dist.ProcessGroup, plan: TreePlan) -> dict[str, str]:
                 messages[f"{kind}: {name}"] = "no error"
             except Exception as error:
                 messages[f"{kind}: {name}"] = f"{type(error).__name__} {error}"
-        assert torch.isfinite(layer(x)).all()
+        y = layer(x)
+        assert_bitwise_equal(layer(x.view(2, 1, 2, -1), [0, 1, 4]).flatten(0, 2), y, "4-D x with sample_offsets")
     return messages
 
 
