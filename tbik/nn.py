@@ -628,13 +628,14 @@ class _Refuse(torch.autograd.Function):
 
 
 def _differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward whose results raise PlanError where someone differentiates them (create_graph=True)."""
+    """A backward(ctx, saved_tensors, *dY) whose results raise PlanError if differentiated (create_graph=True)."""
 
     @wraps(backward)
     def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
         with torch.no_grad():
-            gradients = backward(ctx, *grad_outputs)
-        sources = [t for t in (*grad_outputs, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            gradients = backward(ctx, saved, *grad_outputs)
+        sources = [t for t in (*grad_outputs, *saved) if t is not None and t.requires_grad]
         if not torch.is_grad_enabled() or not sources:
             return gradients
         return tuple(None if g is None else _Refuse.apply(g, *sources) for g in gradients)  # type: ignore[no-untyped-call]
@@ -652,8 +653,8 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     @_differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Any, ...]:
+        x, weight = saved
         plan, compute, offsets = ctx.context.sharding.plan, ctx.context.compute, ctx.context.sample_offsets
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = dw = db = None
@@ -716,8 +717,8 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     @_differentiable_once
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *grad_outputs: Tensor) -> tuple[Any, ...]:
+        x, *weights = saved
         sharding, compute, offsets = ctx.context.sharding, ctx.context.compute, ctx.context.sample_offsets
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         dx = None

@@ -9,6 +9,7 @@ Suffixes: M rows, K input features, N output features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
 from spawn import Pool
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tbik
 from tbik import TreePlan, nn, ops, reference, tree
@@ -360,7 +362,8 @@ def run_calls(group: dist.ProcessGroup, plan: TreePlan) -> dict[str, str]:
                 messages[f"{kind}: {name}"] = "no error"
             except Exception as error:
                 messages[f"{kind}: {name}"] = f"{type(error).__name__} {error}"
-        assert torch.isfinite(layer(x)).all()
+        y = layer(x)
+        assert_bitwise_equal(layer(x.view(2, 1, 2, -1), [0, 1, 4]).flatten(0, 2), y, "4-D x with sample_offsets")
     return messages
 
 
@@ -373,8 +376,8 @@ def test_verify_wrong_calls_are_refused_at_every_world_size(pool: Pool) -> None:
                 assert message.startswith("PlanError"), f"W={world}: {name}: {message}"
 
 
-def run_in_place(group: dist.ProcessGroup, plan: TreePlan) -> list[tuple[Tensor, Tensor]]:
-    """Outputs edited in place and gradients through them, beside those of edits out of place; a negated bias."""
+def run_edits(group: dist.ProcessGroup, plan: TreePlan) -> list[tuple[Tensor, Tensor]]:
+    """Outputs edited in place and checkpointed, and gradients through them, beside those of plain calls."""
     pairs = []
     x, w = wide_exponents((4, N), torch.float32, 1, spread=20), wide_exponents((OUT, N), torch.float32, 2, spread=20)
     negated = torch.complex(torch.zeros(OUT), wide_exponents((OUT,), torch.float32, 3, spread=20)).conj().imag
@@ -384,23 +387,33 @@ def run_in_place(group: dist.ProcessGroup, plan: TreePlan) -> list[tuple[Tensor,
     lo, hi = row.sharding.run
     inputs = {"row": (row, x[:, plan.cuts(N)[lo] : plan.cuts(N)[hi]]), "column": (column, x[:, :OUT])}
     for layer, part in inputs.values():
-        for results in zip(*(edited(layer, part.clone().requires_grad_(), f) for f in (torch.relu_, torch.relu))):
-            pairs.append(results)
+        plain = edited(layer, part, torch.relu)
+        for again in (
+            edited(layer, part, torch.relu_),
+            edited(functools.partial(checkpoint, layer, use_reentrant=False), part, torch.relu),
+            edited(functools.partial(checkpoint, layer, use_reentrant=True), part, torch.relu),
+        ):
+            pairs += zip(again, plain, strict=True)
     return pairs
 
 
-def edited(layer: torch.nn.Module, x: Tensor, relu: Any) -> list[Tensor]:
+def edited(layer: Callable[[Tensor], Any], part: Tensor, relu: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x = part.clone().requires_grad_()
     ys = layer(x)
     ys = [relu(y) for y in (ys if isinstance(ys, tuple) else [ys])]
-    return [*(y.detach() for y in ys), *torch.autograd.grad(sum(y.sum() for y in ys), [x, *layer.parameters()])]
+    sum(y.sum() for y in ys).backward()
+    module = layer if isinstance(layer, torch.nn.Module) else layer.args[0]
+    gradients = [x.grad, *(p.grad for p in module.parameters())]
+    module.zero_grad()
+    return [*(y.detach() for y in ys), *gradients]
 
 
 @pytest.mark.multiprocess
-def test_verify_outputs_can_be_edited_in_place(pool: Pool) -> None:
+def test_verify_in_place_edits_and_checkpoints(pool: Pool) -> None:
     for world in (1, 2, 3):
-        for pairs in pool.run(run_in_place, world, TreePlan(leaves=8)):
+        for pairs in pool.run(run_edits, world, TreePlan(leaves=8)):
             for value, expected in pairs:
-                assert_bitwise_equal(value, expected, f"relu_, W={world}")
+                assert_bitwise_equal(value, expected, f"W={world}")
     layers = torch.nn.Sequential(nn.Linear(8, 4, plan=TreePlan(leaves=4)), torch.nn.ReLU(inplace=True))
     layers(torch.ones(2, 8)).sum().backward()
     assert layers[0].weight.grad is not None
