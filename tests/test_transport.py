@@ -67,7 +67,7 @@ def test_verify_faults_end_in_time_and_name_the_rank() -> None:
     assert len(out.splitlines()) == 4, out
 
 
-@pytest.mark.slow
+@pytest.mark.sanitize
 @pytest.mark.parametrize("variant", ["thread", "address"])
 def test_verify_sanitizers_find_nothing(variant: str) -> None:
     run(variant, "bits", "2", timeout=280)
