@@ -73,6 +73,9 @@ def init(backend: str = "tbik", timeout_s: float | None = None) -> None:
         raise PlanError("launch.init: this torch was built without torch.distributed")
     if dist.is_initialized():
         raise PlanError("launch.init: there is a default process group already; call destroy_process_group first")
+    known = dist.Backend.backend_list
+    if not isinstance(backend, str) or any(part.split(":")[-1].lower() not in known for part in backend.split(",")):
+        raise PlanError(f"launch.init: expected backends of {', '.join(known)} (or device:name,...), got {backend!r}")
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     present = [name for name in _TORCHRUN if os.environ.get(name)]
     if len(present) == len(_TORCHRUN):
@@ -351,20 +354,27 @@ def _init_from_mpi(backend: str, timeout: timedelta | None) -> None:
         host, port, failure = world.bcast(offer)
         if failure:
             raise TransportError(f"launch.init: rank 0 could not open a store: {failure}")
-        if store is None:
-            store = TCPStore(host, port, size, is_master=False, timeout=limit)
         names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
         before = {name: os.environ.get(name) for name in names}
         os.environ.update({name: str(value) for name, value in names.items()})
+        refusal: Exception | None = None
         try:
+            if store is None:
+                store = TCPStore(host, port, size, is_master=False, timeout=limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        except BaseException:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-            raise
+        except Exception as error:
+            refusal = error
+        # All or none; and rank 0's store must live until nobody waits for it any more.
+        answers = world.allgather("" if refusal is None else f"{type(refusal).__name__}: {refusal}")
+        if any(answers):
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+            for name in [name for name, value in before.items() if value is None]:
+                del os.environ[name]
+            if refusal is not None:
+                raise refusal
+            dist.destroy_process_group()
+            failed = [f"rank {r}: {answer}" for r, answer in enumerate(answers) if answer]
+            raise TransportError(f"launch.init: rank {rank} of {size} made its group, but {'; '.join(failed)}")
 
 
 def _own_address() -> str:
