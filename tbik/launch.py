@@ -46,8 +46,12 @@ SEGMENT_BYTES = 1 << 26
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _MPI_STARTED = (*_MPI_SIZE, "PMI_RANK", "PMIX_RANK")
-_FLOATS = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64")
+_FLOATS = {
+    np.dtype("float32"): torch.float32,
+    np.dtype("float64"): torch.float64,
+    np.dtype("float16"): torch.float16,
+}
+_INTEGERS = tuple(np.dtype(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64"))
 _DIGEST_BYTES = 16
 _INSTALL = 'pip install "tbik[mpi]"'
 
@@ -152,9 +156,9 @@ def _request(array: Any, op: Any, out: Any, size: int) -> _Request:
     if not _is_plain(array):
         raise PlanError(f"{where}: expected a numpy array, got {_describe(array)}")
     dtype = array.dtype
-    if not dtype.isnative or dtype.name not in (*_FLOATS, *_INTEGERS):
+    if dtype not in _FLOATS and dtype not in _INTEGERS:
         raise PlanError(f"{where}: no sum of {_dtype_text(dtype)} here{_hint(dtype)}")
-    if op == "avg" and dtype.name in _INTEGERS:
+    if op == "avg" and dtype in _INTEGERS:
         raise PlanError(f"{where}: no average of {dtype.name} here; use op='sum' or convert to float32 first")
     if out is not None:
         if not _is_plain(out) or out.dtype != dtype or out.shape != array.shape or not out.flags.writeable:
@@ -177,7 +181,7 @@ def _request(array: Any, op: Any, out: Any, size: int) -> _Request:
         ("ORDER_VERSION", str(ORDER_VERSION)),
         ("tbik version", __version__),
         ("collective", where),
-        ("dtype", dtype.name),
+        ("dtype", str(dtype)),
         ("shape", str(list(array.shape))),
         ("op", op),
         ("placement", f"one_shot {one_shot}, segments of {step}"),
@@ -210,7 +214,7 @@ def _hint(dtype: np.dtype) -> str:
         )
     if dtype.kind == "c":
         return "; sum real and imaginary parts as array.view of the real type"
-    return f"; expected one of {', '.join((*_FLOATS, *_INTEGERS))}"
+    return f"; expected one of {', '.join(str(known) for known in (*_FLOATS, *_INTEGERS))}"
 
 
 def _is_injective(array: np.ndarray) -> bool:
@@ -255,10 +259,10 @@ def _schedule(size: int) -> _C.Schedule:
 
 def _fold(leaves: np.ndarray, average: int, root: np.ndarray) -> None:
     """root [n] = cast(node(0, W) of leaves [W, n] / average)."""
-    if leaves.dtype.name in _INTEGERS:  # exact modulo 2^bits in any order, so no rule has to fix one
+    if leaves.dtype in _INTEGERS:  # exact modulo 2^bits in any order, so no rule has to fix one
         np.add.reduce(leaves, axis=0, dtype=leaves.dtype, out=root)
         return
-    dtype = _FLOATS[leaves.dtype.name]
+    dtype = _FLOATS[leaves.dtype]
     root[...] = _C.fold(torch.from_numpy(leaves), _schedule(len(leaves)), average, None, dtype).numpy()
 
 

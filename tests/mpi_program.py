@@ -20,7 +20,7 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
 from torch import Tensor
 
-from tbik import PlanError, launch, reference
+from tbik import PlanError, TransportTimeout, launch, reference
 
 FLOATS = (torch.float32, torch.float64, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -200,6 +200,13 @@ def world(comm: Any) -> None:
         launch.init(timeout_s=30)
     del os.environ["TBIK_PLACEMENT"]
     assert not dist.is_initialized() and not any(name in os.environ for name in names)
+    if comm.size == 2:  # one rank fails: no rank has a group afterwards
+        if comm.rank == 1:
+            os.environ["TBIK_PLACEMENT"] = "elsewhere"
+        with pytest.raises(PlanError if comm.rank == 1 else TransportTimeout):
+            launch.init(timeout_s=2)
+        os.environ.pop("TBIK_PLACEMENT", None)
+        assert not dist.is_initialized() and not any(name in os.environ for name in names)
     launch.init("cpu:gloo", timeout_s=30)
     assert dist.get_backend_config() == "cpu:gloo" and os.environ["RANK"] == str(comm.rank)
     dist.destroy_process_group()
