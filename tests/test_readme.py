@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from spawn import run_ranks
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 def _run(group: dist.ProcessGroup, code: str) -> None:
@@ -19,8 +22,24 @@ def _run(group: dist.ProcessGroup, code: str) -> None:
 
 @pytest.mark.multiprocess
 def test_verify_example_runs_on_three_ranks() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    (code,) = [block for block in BLOCKS if "three ranks" in block]
     assert len(run_ranks(_run, 3, code.replace('dist.init_process_group("gloo")\n', ""))) == 3
+
+
+@pytest.mark.multiprocess
+def test_verify_backend_example_runs_under_torchrun(tmp_path: Path) -> None:
+    (code,) = [block for block in BLOCKS if 'init_process_group("tbik")' in block]
+    rest = """
+import torch
+x = torch.full((5,), 0.5 + dist.get_rank())
+dist.all_reduce(x)
+assert x.tolist() == [2.0] * 5 and dist.get_backend() == "tbik"
+dist.destroy_process_group()
+"""
+    (tmp_path / "train.py").write_text(code + rest)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_verify_links_and_targets_exist() -> None:
