@@ -25,7 +25,6 @@ Run = tuple[int, int]
 """Leaves [lo, hi)."""
 
 ACC_DTYPES = ("float32", "float64")
-WIRE_DTYPES = (None, "float32", "float64", "bfloat16")
 LEAF_KINDS = ("fma",)
 MAX_LEAVES = 4096
 CANDIDATE_LEAVES = range(8, 65)
