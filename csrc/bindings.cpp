@@ -1,6 +1,9 @@
 // Python module tbik._C: checks arguments, allocates results, calls the torch-free core without the GIL.
 //
-// The only file that includes torch. Every refusal is a ValueError that says what, where, expected and got.
+// Only bindings*.cpp include torch; each operator family has a file. Every refusal is a ValueError that says what,
+// where, expected and got.
+#include "bindings.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
@@ -28,31 +31,12 @@ namespace py = pybind11;
 namespace {
 
 using tbik::DType;
-
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+using tbik::bindings::dtype_of;
+using tbik::bindings::refuse;
+using tbik::bindings::require_plain_cpu;
+using tbik::bindings::shape_of;
 
 void parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body) { at::parallel_for(0, count, 1, body); }
-
-std::string shape_of(const at::Tensor& x) {
-  std::string text = "[";
-  for (int64_t i = 0; i < x.dim(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(x.size(i));
-  return text + "]";
-}
-
-DType dtype_of(at::ScalarType type, const std::string& where) {
-  switch (type) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kHalf:
-      return DType::kFloat16;
-    default:
-      refuse(where + ": expected float32, float64, bfloat16 or float16, got " + std::string(at::toString(type)));
-  }
-}
 
 at::ScalarType scalar_type_of(DType dtype) {
   switch (dtype) {
@@ -73,14 +57,6 @@ DType compute_of(const std::string& name) {
     if (name == tbik::name_of(dtype)) return dtype;
   }
   refuse("compute: expected 'bfloat16', 'float16', 'float32' or 'float64', got '" + name + "'");
-}
-
-void require_plain_cpu(const at::Tensor& x, const std::string& where) {
-  if (!x.defined()) refuse(where + ": the tensor is undefined");
-  if (x.layout() != at::kStrided || !x.device().is_cpu()) {
-    refuse(where + ": expected a dense CPU tensor, got layout " + c10::str(x.layout()) + " on " + x.device().str());
-  }
-  if (x.is_neg() || x.is_conj()) refuse(where + ": a lazily negated or conjugated view; call .resolve_neg() first");
 }
 
 struct Operands {
@@ -346,6 +322,10 @@ py::list nodes_of(const std::vector<tbik::Node>& nodes) {
 
 }  // namespace
 
+namespace tbik::bindings {
+void bind_rows(pybind11::module_& m);  // bindings_rows.cpp
+}  // namespace tbik::bindings
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "tbik kernels: tree GEMM, folds of node values, schedules";
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -384,6 +364,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("path") = "", Release());
   m.def("fold", fold, py::arg("inputs"), py::arg("schedule"), py::arg("avg") = 1, py::arg("bias") = py::none(),
         py::arg("out_dtype") = py::none(), py::arg("path") = "", Release());
+
+  tbik::bindings::bind_rows(m);
 
   m.def("cpu_paths", tbik::cpu_paths);
   m.def(
