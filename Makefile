@@ -3,11 +3,13 @@
 # PYTHON          the interpreter to build with, >= 3.10 (its torch is kept if it is >= 2.11 and < 2.15)
 # TORCH_PIP_ARGS  extra arguments for installing torch where none is present. On a machine without a GPU, give the index
 #                 of CPU wheels that pytorch.org names for your platform:  make setup TORCH_PIP_ARGS="--index-url <address>"
+# MARKERS         which tests: a pytest marker expression; MARKERS="not sanitize" adds those that take minutes
 # PYTEST_ARGS     extra arguments for pytest
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
 TORCH_PIP_ARGS ?=
+MARKERS ?= not sanitize and not long
 PYTEST_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -41,7 +43,7 @@ demo: setup
 	$(VENV)/bin/python -m tbik demo
 
 test: setup
-	$(VENV)/bin/python -m pytest tests -m "not sanitize" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest tests -m "$(MARKERS)" $(PYTEST_ARGS)
 
 sanitize: setup
 	$(VENV)/bin/python -m pytest tests -m sanitize $(PYTEST_ARGS)

@@ -18,6 +18,7 @@ namespace tbik {
 namespace {
 
 constexpr int64_t kUnit = 64;                        // bytes; pieces of a message begin at multiples of it
+constexpr uint64_t kRefused = 0xff;                  // in a tag, in the place of the operator
 constexpr int64_t kKeptStaging = int64_t{64} << 20;  // a larger staging buffer is given back after the call
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -87,6 +88,7 @@ Tag tag_of(const Request& request, Placement placement, int64_t total, uint64_t 
 std::string text_of(const Tag& tag) {
   const Collective collective = static_cast<Collective>(tag.call[1] & 0xff);
   std::string text = std::string(name_of(collective)) + ", call " + std::to_string(tag.call[0]);
+  if ((tag.call[1] >> 8 & 0xff) == kRefused) return text + ", refused there (that rank's own error says why)";
   if (collective == Collective::kBarrier) return text;
   text += std::string(", op ") + name_of(static_cast<Op>(tag.call[1] >> 8 & 0xff)) + ", dtype " +
           name_of(static_cast<Element>(tag.call[1] >> 16 & 0xff)) + ", " + std::to_string(tag.call[2]) +
@@ -288,9 +290,142 @@ class Scatter final : public Collectives::Flow {
   int64_t stride_ = 0;
 };
 
+// What two levels fold: inside this rank's node, its ranks' leaves to their cover; across nodes, all covers to the
+// root.
+struct Levels {
+  explicit Levels(Collectives::Flow::World world) {
+    const int64_t per_node = world.node_size;
+    std::vector<Node> all;
+    for (int64_t a = 0; a < world.size / per_node; ++a) {
+      const std::vector<Node> nodes = cover(a * per_node, (a + 1) * per_node);
+      covers.push_back(static_cast<int64_t>(nodes.size()));
+      all.insert(all.end(), nodes.begin(), nodes.end());
+    }
+    const int64_t own = world.rank / per_node;
+    within = schedule(leaf_nodes(own * per_node, (own + 1) * per_node));
+    across = schedule(all, world.size);
+    largest_cover = *std::max_element(covers.begin(), covers.end());
+  }
+
+  std::vector<int64_t> covers;  // nodes in the cover of each node's leaves
+  int64_t largest_cover = 1;
+  Schedule within;
+  Schedule across;
+};
+
+// Rank (a, b) = rank b of node a, segment k of every chunk. Stage 0: the chunks of (c, p), for all nodes c, to (a, p),
+// who folds the node's leaves to their covers. Stage 1: the cover of chunk (c, b) to (c, b), who folds the root.
+class TwoLevelScatter final : public Collectives::Flow {
+ public:
+  TwoLevelScatter(const Request& request, World world, int64_t most, int64_t capacity)
+      : Flow(request, world),
+        nodes_(world.size / world.node_size),
+        per_node_(world.node_size),
+        node_(world.rank / world.node_size),
+        local_(world.rank % world.node_size),
+        acc_bytes_(size_of(accumulation_of(request.element))),
+        order_(world) {
+    const int64_t longest = *std::max_element(request.counts.begin(), request.counts.end());
+    const auto footprint = [&](int64_t m) { return world_.size * stride(m) + nodes_ * cover_stride(m); };
+    segments = cut(longest, std::max<int64_t>(1, most / world_.size), capacity, footprint);
+    stride_ = stride(segments.width);
+    cover_stride_ = cover_stride(segments.width);
+  }
+  size_t num_stages() const override { return 2; }
+  const char* phase(size_t stage) const override {
+    return stage == 0 ? "chunks to their column in the node" : "covers to their owners across nodes";
+  }
+  // The message holds the chunks of (0, p), (1, p), ... side by side, so that one piece carries them to (a, p).
+  void describe(size_t stage, int64_t segment, Part& part) const override {
+    resize(part);
+    if (stage == 0) {
+      for (int p = 0; p < per_node_; ++p) {
+        const size_t peer = static_cast<size_t>(node_ * per_node_ + p);
+        part.to[peer] = {column(p), reach(p, segment)};
+        part.from[peer] = {column(local_), reach(local_, segment)};
+      }
+      return;
+    }
+    for (int c = 0; c < nodes_; ++c) {
+      const int peer = c * per_node_ + local_;
+      const int64_t rows = order_.covers[static_cast<size_t>(node_)];
+      part.to[static_cast<size_t>(peer)] = piece(cover_offset(c), rows * size(peer, segment), acc_bytes_);
+      part.from[static_cast<size_t>(peer)] =
+          piece(cover_offset(node_), order_.covers[static_cast<size_t>(c)] * size(world_.rank, segment), acc_bytes_);
+    }
+  }
+  void fill(size_t stage, int64_t segment, const Io& io) override {
+    if (stage != 0) return;
+    for (int p = 0; p < per_node_; ++p) {
+      if (p == local_) continue;
+      for (int c = 0; c < nodes_; ++c) {
+        const int owner = c * per_node_ + p;
+        copy_in(io, column(p) + c * stride_, static_cast<size_t>(owner), segments.begin(segment), size(owner, segment));
+      }
+    }
+  }
+  void drain(size_t stage, int64_t segment, const Io& io, std::byte* dest) override {
+    if (stage == 0) {
+      std::byte* next = io.transport->outgoing();
+      for (int c = 0; c < nodes_; ++c) {
+        const int owner = c * per_node_ + local_;
+        if (size(owner, segment) == 0) continue;
+        std::vector<const void*> values(static_cast<size_t>(per_node_));
+        std::vector<double> factors;
+        for (int p = 0; p < per_node_; ++p) {
+          const int rank = node_ * per_node_ + p;
+          values[static_cast<size_t>(p)] = p == local_ ? input(static_cast<size_t>(owner), segments.begin(segment))
+                                                       : io.transport->incoming(rank, stage) + c * stride_;
+          if (io.factors != nullptr) factors.push_back((*io.factors)[static_cast<size_t>(rank)]);
+        }
+        reduce(*io.rule, values, true, size(owner, segment), order_.within, next + cover_offset(c), *io.combine,
+               io.factors != nullptr ? &factors : nullptr);
+      }
+      return;
+    }
+    const int64_t count = size(world_.rank, segment);
+    if (count == 0) return;
+    std::vector<const void*> values;
+    for (int c = 0; c < nodes_; ++c) {
+      const std::byte* from = io.transport->incoming(c * per_node_ + local_, stage);
+      for (int64_t row = 0; row < order_.covers[static_cast<size_t>(c)]; ++row) {
+        values.push_back(from + row * count * acc_bytes_);
+      }
+    }
+    reduce(*io.rule, values, false, count, order_.across, dest + segments.begin(segment) * bytes_, *io.combine);
+  }
+
+ private:
+  int64_t size(int p, int64_t segment) const {
+    const int64_t count = request_.counts[static_cast<size_t>(p)];
+    return std::min(count, segments.begin(segment + 1)) - std::min(count, segments.begin(segment));
+  }
+  int64_t stride(int64_t m) const { return round_up(m * bytes_, kUnit); }
+  int64_t cover_stride(int64_t m) const { return round_up(order_.largest_cover * m * acc_bytes_, kUnit); }
+  int64_t column(int local) const { return local * nodes_ * stride_; }
+  // Bytes from the beginning of column `local` to the end of its last chunk.
+  int64_t reach(int local, int64_t segment) const {
+    for (int c = nodes_ - 1; c >= 0; --c) {
+      const int64_t count = size(c * per_node_ + local, segment);
+      if (count > 0) return c * stride_ + count * bytes_;
+    }
+    return 0;
+  }
+  int64_t cover_offset(int node) const { return world_.size * stride_ + node * cover_stride_; }
+
+  const int nodes_;
+  const int per_node_;
+  const int node_;
+  const int local_;
+  const int64_t acc_bytes_;
+  const Levels order_;
+  int64_t stride_ = 0;
+  int64_t cover_stride_ = 0;
+};
+
 // Rank (a, b) = rank b of node a. Stage 0: chunk p of the segment to (a, p), who folds the node's leaves to their
 // cover. Stage 1: part c of that cover to (c, b), who folds the root. Stage 2: the root to (c, b) of all nodes c. Stage
-// 3: the whole chunk to (a, p).
+// 3: the whole chunk to (a, p). reduce: stage 2 only to the node of the root, stage 3 only to the root.
 class TwoLevel final : public Collectives::Flow {
  public:
   TwoLevel(const Request& request, World world, int64_t most, int64_t capacity)
@@ -299,16 +434,8 @@ class TwoLevel final : public Collectives::Flow {
         per_node_(world.node_size),
         node_(world.rank / world.node_size),
         local_(world.rank % world.node_size),
-        acc_bytes_(size_of(accumulation_of(request.element))) {
-    std::vector<Node> all;
-    for (int a = 0; a < nodes_; ++a) {
-      const std::vector<Node> nodes = cover(int64_t{a} * per_node_, int64_t{a + 1} * per_node_);
-      covers_.push_back(static_cast<int64_t>(nodes.size()));
-      all.insert(all.end(), nodes.begin(), nodes.end());
-    }
-    within_ = schedule(leaf_nodes(int64_t{node_} * per_node_, int64_t{node_ + 1} * per_node_));
-    across_ = schedule(all, world.size);
-    largest_cover_ = *std::max_element(covers_.begin(), covers_.end());
+        acc_bytes_(size_of(accumulation_of(request.element))),
+        order_(world) {
     segments = cut(request.counts[0], most, capacity, [&](int64_t m) { return layout(m).end; });
     layout_ = layout(segments.width);
   }
@@ -328,18 +455,19 @@ class TwoLevel final : public Collectives::Flow {
         part.to[peer] = piece(chunks.begin(p) * bytes_, chunks.size(p), bytes_);
         part.from[peer] = piece(chunks.begin(local_) * bytes_, chunks.size(local_), bytes_);
       } else if (stage == 3) {
-        part.to[peer] = piece(layout_.chunk, chunks.size(local_), bytes_);
-        part.from[peer] = piece(layout_.chunk, chunks.size(p), bytes_);
+        part.to[peer] = piece(layout_.chunk, receives(static_cast<int>(peer)) ? chunks.size(local_) : 0, bytes_);
+        part.from[peer] = piece(layout_.chunk, receives(world_.rank) ? chunks.size(p) : 0, bytes_);
       }
     }
     for (int c = 0; c < nodes_; ++c) {
       const size_t peer = static_cast<size_t>(c * per_node_ + local_);
       if (stage == 1) {
-        part.to[peer] = piece(cover_offset(c), covers_[static_cast<size_t>(node_)] * mine.size(c), acc_bytes_);
-        part.from[peer] = piece(cover_offset(node_), covers_[static_cast<size_t>(c)] * mine.size(node_), acc_bytes_);
+        part.to[peer] = piece(cover_offset(c), order_.covers[static_cast<size_t>(node_)] * mine.size(c), acc_bytes_);
+        part.from[peer] =
+            piece(cover_offset(node_), order_.covers[static_cast<size_t>(c)] * mine.size(node_), acc_bytes_);
       } else if (stage == 2) {
-        part.to[peer] = piece(layout_.root, mine.size(node_), bytes_);
-        part.from[peer] = piece(layout_.root, mine.size(c), bytes_);
+        part.to[peer] = piece(layout_.root, node_receives(c) ? mine.size(node_) : 0, bytes_);
+        part.from[peer] = piece(layout_.root, node_receives(node_) ? mine.size(c) : 0, bytes_);
       }
     }
   }
@@ -368,7 +496,7 @@ class TwoLevel final : public Collectives::Flow {
             if (io.factors != nullptr) factors.push_back((*io.factors)[static_cast<size_t>(rank)]);
           }
           if (mine.size(c) > 0) {
-            reduce(*io.rule, values, true, mine.size(c), within_, next + cover_offset(c), *io.combine,
+            reduce(*io.rule, values, true, mine.size(c), order_.within, next + cover_offset(c), *io.combine,
                    io.factors != nullptr ? &factors : nullptr);
           }
         }
@@ -378,17 +506,17 @@ class TwoLevel final : public Collectives::Flow {
         for (int c = 0; c < nodes_; ++c) {
           const std::byte* from = io.transport->incoming(c * per_node_ + local_, stage);
           // incoming() of this rank itself is the piece that it addressed to itself: part `node_`
-          for (int64_t row = 0; row < covers_[static_cast<size_t>(c)]; ++row) {
+          for (int64_t row = 0; row < order_.covers[static_cast<size_t>(c)]; ++row) {
             values.push_back(from + row * mine.size(node_) * acc_bytes_);
           }
         }
         if (mine.size(node_) > 0) {
-          reduce(*io.rule, values, false, mine.size(node_), across_, next + layout_.root, *io.combine);
+          reduce(*io.rule, values, false, mine.size(node_), order_.across, next + layout_.root, *io.combine);
         }
         return;
       }
       case 2:
-        for (int c = 0; c < nodes_; ++c) {
+        for (int c = 0; c < nodes_ && node_receives(node_); ++c) {
           if (mine.size(c) > 0) {
             std::memcpy(next + layout_.chunk + mine.begin(c) * bytes_,
                         io.transport->incoming(c * per_node_ + local_, stage),
@@ -397,7 +525,7 @@ class TwoLevel final : public Collectives::Flow {
         }
         return;
       default:
-        for (int p = 0; p < per_node_; ++p) {
+        for (int p = 0; p < per_node_ && delivers(); ++p) {
           if (chunks.size(p) > 0) {
             std::memcpy(dest + (segments.begin(segment) + chunks.begin(p)) * bytes_,
                         io.transport->incoming(node_ * per_node_ + p, stage),
@@ -406,6 +534,7 @@ class TwoLevel final : public Collectives::Flow {
         }
     }
   }
+  bool delivers() const override { return receives(world_.rank); }
 
  private:
   struct Layout {
@@ -422,7 +551,7 @@ class TwoLevel final : public Collectives::Flow {
     const int64_t widest = std::min(m, chunks.width);
     const int64_t part = Split(widest, nodes_, bytes_).width;
     Layout result;
-    result.cover_stride = round_up(largest_cover_ * part * acc_bytes_, kUnit);
+    result.cover_stride = round_up(order_.largest_cover * part * acc_bytes_, kUnit);
     result.covers = round_up(m * bytes_, kUnit);
     result.root = result.covers + nodes_ * result.cover_stride;
     result.chunk = result.root + round_up(part * bytes_, kUnit);
@@ -430,16 +559,17 @@ class TwoLevel final : public Collectives::Flow {
     return result;
   }
   int64_t cover_offset(int node) const { return layout_.covers + node * layout_.cover_stride; }
+  bool receives(int rank) const { return request_.collective != Collective::kReduce || rank == request_.root; }
+  bool node_receives(int node) const {
+    return request_.collective != Collective::kReduce || node == request_.root / per_node_;
+  }
 
   const int nodes_;
   const int per_node_;
   const int node_;
   const int local_;
   const int64_t acc_bytes_;
-  std::vector<int64_t> covers_;  // nodes in the cover of each node's leaves
-  int64_t largest_cover_ = 1;
-  Schedule within_;
-  Schedule across_;
+  const Levels order_;
   Layout layout_{};
 };
 
@@ -450,7 +580,10 @@ std::unique_ptr<Collectives::Flow> make(Placement placement, const Request& requ
   const int64_t bytes = size_of(request.element);
   const int64_t most = total * bytes <= settings.single_bytes ? std::max<int64_t>(1, total)
                                                               : std::max<int64_t>(1, settings.segment_bytes / bytes);
-  if (scatters(request.collective)) return std::make_unique<Scatter>(request, world, most, capacity);
+  if (scatters(request.collective)) {
+    if (placement == Placement::kTwoLevel) return std::make_unique<TwoLevelScatter>(request, world, most, capacity);
+    return std::make_unique<Scatter>(request, world, most, capacity);
+  }
   switch (placement) {
     case Placement::kOneShot:
       return std::make_unique<OneShot>(request, world, most, capacity);
@@ -464,15 +597,14 @@ std::unique_ptr<Collectives::Flow> make(Placement placement, const Request& requ
 }
 
 Placement choose(const Settings& settings, Collective collective, int64_t bytes, int world) {
-  if (scatters(collective)) return Placement::kTwoShot;
-  const bool levels = settings.node_size > 0 && settings.node_size < world;
+  const bool levels = settings.node_size > 1 && settings.node_size < world;
+  const bool scatter = scatters(collective);
   if (settings.placement == Placement::kTwoLevel) {
-    return levels && collective != Collective::kReduce ? Placement::kTwoLevel : Placement::kTwoShot;
+    return settings.node_size > 0 && settings.node_size < world ? Placement::kTwoLevel : Placement::kTwoShot;
   }
-  if (settings.placement != Placement::kAuto) return settings.placement;
-  if (bytes <= settings.one_shot_bytes) return Placement::kOneShot;
-  return levels && settings.node_size > 1 && collective != Collective::kReduce ? Placement::kTwoLevel
-                                                                               : Placement::kTwoShot;
+  if (settings.placement != Placement::kAuto) return scatter ? Placement::kTwoShot : settings.placement;
+  if (bytes <= settings.one_shot_bytes) return scatter ? Placement::kTwoShot : Placement::kOneShot;
+  return levels ? Placement::kTwoLevel : Placement::kTwoShot;
 }
 
 void require_settings(const Settings& settings, int world) {
@@ -600,12 +732,17 @@ void Collectives::compare_tags(const Tag& tag, bool first, Rule* rule, std::vect
   }
 }
 
-void Collectives::barrier() {
+void Collectives::barrier() { meet(Collective::kBarrier, false, "arrival of all ranks"); }
+
+void Collectives::refuse(Collective collective) { meet(collective, true, "refusal"); }
+
+void Collectives::meet(Collective collective, bool refused, const char* phase) {
   Request request;
-  request.collective = Collective::kBarrier;
-  const Where where{name_of(request.collective), ++calls_, "arrival of all ranks", 0, 1};
+  request.collective = collective;
+  const Where where{name_of(collective), ++calls_, phase, 0, 1};
   transport_.note(where.collective);
-  const Tag tag = tag_of(request, Placement::kAuto, 0, calls_, 0);
+  Tag tag = tag_of(request, Placement::kAuto, 0, calls_, 0);
+  if (refused) tag.call[1] |= kRefused << 8;
   parts_.clear();
   transport_.exchange(tag, parts_, where);
   compare_tags(tag, true, nullptr, nullptr, tbik::describe(where, transport_.rank(), transport_.size()));

@@ -14,6 +14,10 @@
 //               across the nodes, then inside the node                                       between nodes: 2 (n/G)
 //               (N-1)/N
 //
+// reduce: as all_reduce, results only to the root. reduce_scatter: two_shot's first half, (W-1)/W n; by two_level,
+// chunk (c, b) of rank b of node c to rank b of the sender's node, who folds the node's leaves; the cover to its owner:
+// between nodes (n/G) (N-1)/N. (Covers of several nodes, and 16-bit floats, whose covers are fp32, send so much more.)
+//
 // A message is cut into segments, and a placement into stages; round t runs stage s on segment t - s, so that one
 // exchange moves the pieces of several stages. Extra memory: one copy of an in-place message of several segments, and
 // the transport's fixed buffers. Stage and commit: a message of one segment is written after the last exchange; one of
@@ -91,12 +95,17 @@ class Collectives {
   void run(const Request& request);
   void barrier();
 
+  // In the place of run(), by a rank that cannot make the call: ranks that make it throw kMismatch; if all refuse,
+  // nobody does.
+  void refuse(Collective collective);
+
   uint64_t calls() const { return calls_; }
   Placement placement_for(Collective collective, int64_t bytes) const;
 
   class Flow;  // one placement of one call
 
  private:
+  void meet(Collective collective, bool refused, const char* phase);
   void compare_tags(const Tag& tag, bool first, Rule* rule, std::vector<double>* factors, const std::string& where);
   std::byte* staging(int64_t bytes);
   void give_back();

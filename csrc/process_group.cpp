@@ -6,10 +6,12 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <sys/mman.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -119,14 +121,24 @@ bool is_timeout(const std::string& text) {
 // --- bytes over another backend
 // ----------------------------------------------------------------------------------------
 
-// One alltoall_base per exchange. Each message begins with its tag; before the data of a group's first call (of every
-// call with `check`) the tags alone are exchanged, so that ranks with different sizes learn it instead of hanging.
+// One alltoall_base per exchange. Each message begins with its tag. gloo ends the process that receives more bytes than
+// it expects, so every receive has room for the largest message: ranks that make different calls then find it in the
+// tags. Before the data of a group's first call (of every call with `check`) the tags alone are exchanged.
 class GroupTransport final : public Transport {
  public:
   GroupTransport(c10::intrusive_ptr<c10d::Backend> group, bool check)
       : Transport(group->getRank(), group->getSize()), group_(std::move(group)), check_(check) {
     tags_.resize(static_cast<size_t>(size_));
+    // Address space only: pages that no message reaches are never touched.
+    room_bytes_ = static_cast<size_t>(kRoom) * static_cast<size_t>(std::max(1, size_ - 1));
+    void* room = mmap(nullptr, room_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) {
+      throw TransportError(TransportFailure::kMisuse, "gloo: no address space for " + std::to_string(room_bytes_) +
+                                                          " bytes of messages: " + std::strerror(errno));
+    }
+    room_ = static_cast<std::byte*>(room);
   }
+  ~GroupTransport() override { munmap(room_, room_bytes_); }
 
   const char* name() const override { return "gloo"; }
   int64_t capacity() const override { return kGlooMessage; }
@@ -164,7 +176,7 @@ class GroupTransport final : public Transport {
 
   const std::byte* incoming(int peer, size_t part) const override {
     if (peer == rank_) return own_ + (*parts_)[part].to[static_cast<size_t>(rank_)].offset;
-    return in_.data() + starts_[static_cast<size_t>(peer) * parts_->size() + part];
+    return room_ + starts_[static_cast<size_t>(peer) * parts_->size() + part];
   }
   const Tag& tag(int peer) const override { return tags_[static_cast<size_t>(peer)]; }
 
@@ -203,27 +215,23 @@ class GroupTransport final : public Transport {
   }
 
   void move(const std::vector<Part>& parts, const Where& where, const char* phase) {
-    receive_sizes_.assign(static_cast<size_t>(size_), 0);
+    std::vector<int64_t> receive_sizes(static_cast<size_t>(size_), kRoom);  // gloo takes them over
+    receive_sizes[static_cast<size_t>(rank_)] = 0;
     starts_.assign(static_cast<size_t>(size_) * parts.size(), 0);
-    int64_t total = 0;
     for (int p = 0; p < size_; ++p) {
       if (p == rank_) continue;
-      int64_t at = total + static_cast<int64_t>(sizeof(Tag));
+      int64_t at = room_of(p) + static_cast<int64_t>(sizeof(Tag));
       for (size_t i = 0; i < parts.size(); ++i) {
         starts_[static_cast<size_t>(p) * parts.size() + i] = at;
         if (!parts[i].from.empty()) at += parts[i].from[static_cast<size_t>(p)].size;
       }
-      receive_sizes_[static_cast<size_t>(p)] = at - total;
-      total = at;
     }
-    in_.resize(static_cast<size_t>(total));
     const auto start = std::chrono::steady_clock::now();
     try {
       c10d::AllToAllOptions options;
       options.timeout = std::chrono::duration_cast<milliseconds>(limit_);
-      at::Tensor in = at::from_blob(in_.data(), {total}, at::kByte);
+      at::Tensor in = at::from_blob(room_, {kRoom * (size_ - 1)}, at::kByte);
       at::Tensor out = at::from_blob(out_.data(), {static_cast<int64_t>(out_.size())}, at::kByte);
-      std::vector<int64_t> receive_sizes = receive_sizes_;  // gloo takes them over
       group_->alltoall_base(in, out, receive_sizes, send_sizes_, options)->wait();
     } catch (const std::exception& error) {
       const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -235,16 +243,18 @@ class GroupTransport final : public Transport {
           is_timeout(reason) ? TransportFailure::kTimeout : TransportFailure::kPeerGone,
           "gloo: " + describe(here, rank_, size_) + ": failed after " + std::to_string(elapsed) + " s (limit " +
               std::to_string(std::chrono::duration<double>(limit_).count()) +
-              " s). The group is not usable any more. Look for the rank that failed first; if all live, set "
-              "TBIK_CHECK=1 to see whether they make the same calls. gloo says: " +
+              " s, the timeout of this call). The group is not usable any more. Look for the rank that failed "
+              "first; if all live, one of them makes fewer calls. gloo says: " +
               reason);
     }
-    int64_t at = 0;
     for (int p = 0; p < size_; ++p) {
-      if (p != rank_) std::memcpy(&tags_[static_cast<size_t>(p)], in_.data() + at, sizeof(Tag));
-      at += receive_sizes_[static_cast<size_t>(p)];
+      if (p != rank_) std::memcpy(&tags_[static_cast<size_t>(p)], room_ + room_of(p), sizeof(Tag));
     }
   }
+
+  int64_t room_of(int peer) const { return kRoom * (peer < rank_ ? peer : peer - 1); }
+
+  static constexpr int64_t kRoom = kGlooMessage + 4096;  // of one peer: its message and tag
 
   c10::intrusive_ptr<c10d::Backend> group_;
   const bool check_;
@@ -252,10 +262,10 @@ class GroupTransport final : public Transport {
   std::array<uint64_t, 7> last_call_{};
   std::vector<std::byte> messages_[2];
   std::vector<std::byte> out_;
-  std::vector<std::byte> in_;
+  std::byte* room_ = nullptr;
+  size_t room_bytes_ = 0;
   std::vector<int64_t> send_sizes_;
-  std::vector<int64_t> receive_sizes_;
-  std::vector<int64_t> starts_;  // of part i from peer p in in_: [p][i]
+  std::vector<int64_t> starts_;  // of part i from peer p in room_: [p][i]
   std::vector<Tag> tags_;
   const std::vector<Part>* parts_ = nullptr;
   const std::byte* own_ = nullptr;
@@ -669,6 +679,27 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs,
   return work;
 }
 
+// A call that this rank cannot make is still a call of the group: its peers learn at once that this rank refused, and
+// ranks that all refuse stay in step. The error itself is raised here and now.
+template <class Check>
+auto ProcessGroupTbik::checked(Collective collective, const Check& check) {
+  try {
+    return check();
+  } catch (const c10::Error&) {
+    if (!engine_->forked() && !engine_->stopped()) {
+      ++sequence_;
+      engine_->add([engine = engine_.get(), collective, timeout = options_->timeout] {
+        try {
+          engine->transport->set_limit(timeout);
+          engine->collectives.refuse(collective);
+        } catch (const TransportError&) {  // the peers say it, and so will this rank's next call
+        }
+      });
+    }
+    throw;
+  }
+}
+
 Request ProcessGroupTbik::request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const {
   const char* where = name_of(collective);
   require_dense_cpu(tensor, where);
@@ -701,10 +732,13 @@ void require_one(const Tensors& tensors, const char* where) {
 }  // namespace
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  require_one(tensors, "all_reduce");
-  if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
-  const at::Tensor tensor = real_view(tensors[0], options.reduceOp, "all_reduce");
-  Request request = request_of(Collective::kAllReduce, options.reduceOp, tensor);
+  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+  at::Tensor tensor;
+  Request request = checked(Collective::kAllReduce, [&] {
+    require_one(tensors, "all_reduce");
+    tensor = real_view(tensors[0], options.reduceOp, "all_reduce");
+    return request_of(Collective::kAllReduce, options.reduceOp, tensor);
+  });
   return submit(OpType::ALLREDUCE, tensors, options.timeout, options.asyncOp,
                 [engine = engine_.get(), tensor, request = std::move(request)]() mutable {
                   const at::NoGradGuard no_grad;
@@ -721,14 +755,17 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce(Tensors& tensors, const c1
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors,
                                                                 const c10d::AllreduceCoalescedOptions& options) {
   Tensors views;
-  std::vector<Request> requests;
-  for (const at::Tensor& tensor : tensors) {
-    views.push_back(real_view(tensor, options.reduceOp, "all_reduce_coalesced"));
-    requests.push_back(request_of(Collective::kAllReduceCoalesced, options.reduceOp, views.back()));
-  }
+  const std::vector<Request> requests = checked(Collective::kAllReduceCoalesced, [&] {
+    std::vector<Request> result;
+    for (const at::Tensor& tensor : tensors) {
+      views.push_back(real_view(tensor, options.reduceOp, "all_reduce_coalesced"));
+      result.push_back(request_of(Collective::kAllReduceCoalesced, options.reduceOp, views.back()));
+    }
+    return result;
+  });
   // Tensors of one dtype travel as one message, and nothing is written before all of them have arrived.
   return submit(OpType::ALLREDUCE_COALESCED, tensors, options.timeout, options.asyncOp,
-                [engine = engine_.get(), views, requests]() mutable {
+                [engine = engine_.get(), views, requests = requests]() mutable {
                   const at::NoGradGuard no_grad;
                   std::vector<std::pair<at::Tensor, std::vector<size_t>>> flats;
                   std::vector<bool> taken(views.size());
@@ -762,9 +799,16 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors
 }
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  require_one(tensors, "reduce");
-  const at::Tensor tensor = real_view(tensors[0], options.reduceOp, "reduce");
-  Request request = request_of(Collective::kReduce, options.reduceOp, tensor);
+  at::Tensor tensor;
+  Request request = checked(Collective::kReduce, [&] {
+    require_one(tensors, "reduce");
+    if (options.rootRank < 0 || options.rootRank >= size_) {
+      refuse("reduce: expected a root from 0 to " + std::to_string(size_ - 1) + ", got " +
+             std::to_string(options.rootRank));
+    }
+    tensor = real_view(tensors[0], options.reduceOp, "reduce");
+    return request_of(Collective::kReduce, options.reduceOp, tensor);
+  });
   request.root = static_cast<int>(options.rootRank);
   return submit(OpType::REDUCE, tensors, options.timeout, options.asyncOp,
                 [engine = engine_.get(), tensor, request = std::move(request)]() mutable {
@@ -781,22 +825,27 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce(Tensors& tensors, const c10d:
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                            const c10d::ReduceScatterOptions& options) {
-  require_one(outputs, "reduce_scatter");
-  if (inputs.size() != 1 || static_cast<int>(inputs[0].size()) != size_) {
-    refuse("reduce_scatter: expected one list of " + std::to_string(size_) + " tensors");
-  }
-  const at::Tensor output = real_view(outputs[0], options.reduceOp, "reduce_scatter");
-  Request request = request_of(Collective::kReduceScatter, options.reduceOp, output);
+  at::Tensor output;
   Tensors chunks;
-  for (const at::Tensor& chunk : inputs[0]) {
-    chunks.push_back(real_view(chunk, options.reduceOp, "reduce_scatter"));
-    require_dense_cpu(chunks.back(), "reduce_scatter");
-    if (chunks.back().scalar_type() != output.scalar_type()) refuse("reduce_scatter: the tensors differ in dtype");
-  }
-  if (chunks[static_cast<size_t>(rank_)].numel() != output.numel()) {
-    refuse("reduce_scatter: expected " + std::to_string(output.numel()) + " elements (those of the output) in input " +
-           std::to_string(rank_) + ", got " + std::to_string(chunks[static_cast<size_t>(rank_)].numel()));
-  }
+  Request request = checked(Collective::kReduceScatter, [&] {
+    require_one(outputs, "reduce_scatter");
+    if (inputs.size() != 1 || static_cast<int>(inputs[0].size()) != size_) {
+      refuse("reduce_scatter: expected one list of " + std::to_string(size_) + " tensors");
+    }
+    output = real_view(outputs[0], options.reduceOp, "reduce_scatter");
+    Request result = request_of(Collective::kReduceScatter, options.reduceOp, output);
+    for (const at::Tensor& chunk : inputs[0]) {
+      chunks.push_back(real_view(chunk, options.reduceOp, "reduce_scatter"));
+      require_dense_cpu(chunks.back(), "reduce_scatter");
+      if (chunks.back().scalar_type() != output.scalar_type()) refuse("reduce_scatter: the tensors differ in dtype");
+    }
+    const int64_t own = chunks[static_cast<size_t>(rank_)].numel();
+    if (own != output.numel()) {
+      refuse("reduce_scatter: expected " + std::to_string(output.numel()) +
+             " elements (those of the output) in input " + std::to_string(rank_) + ", got " + std::to_string(own));
+    }
+    return result;
+  });
   return submit(OpType::REDUCE_SCATTER, outputs, options.timeout, options.asyncOp,
                 [engine = engine_.get(), output, chunks, request = std::move(request)]() mutable {
                   const at::NoGradGuard no_grad;
@@ -824,25 +873,28 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
   const Collective collective =
       outputs.size() == 1 ? Collective::kReduceScatterTensor : Collective::kReduceScatterTensorCoalesced;
   const char* where = name_of(collective);
-  if (outputs.size() != inputs.size()) refuse(std::string(where) + ": as many outputs as inputs are expected");
   Tensors out_views;
   Tensors in_views;
-  std::vector<Request> requests;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    out_views.push_back(real_view(outputs[i], options.reduceOp, where));
-    in_views.push_back(real_view(inputs[i], options.reduceOp, where));
-    requests.push_back(request_of(collective, options.reduceOp, out_views[i]));
-    require_dense_cpu(in_views[i], where);
-    if (in_views[i].scalar_type() != out_views[i].scalar_type() ||
-        in_views[i].numel() != out_views[i].numel() * size_) {
-      refuse(std::string(where) + ": expected an input of " + std::to_string(out_views[i].numel() * size_) +
-             " elements of the output's dtype (" + std::to_string(size_) + " ranks), got " +
-             std::to_string(in_views[i].numel()) + " of " + at::toString(in_views[i].scalar_type()));
+  const std::vector<Request> requests = checked(collective, [&] {
+    if (outputs.size() != inputs.size()) refuse(std::string(where) + ": as many outputs as inputs are expected");
+    std::vector<Request> result;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      out_views.push_back(real_view(outputs[i], options.reduceOp, where));
+      in_views.push_back(real_view(inputs[i], options.reduceOp, where));
+      result.push_back(request_of(collective, options.reduceOp, out_views[i]));
+      require_dense_cpu(in_views[i], where);
+      if (in_views[i].scalar_type() != out_views[i].scalar_type() ||
+          in_views[i].numel() != out_views[i].numel() * size_) {
+        refuse(std::string(where) + ": expected an input of " + std::to_string(out_views[i].numel() * size_) +
+               " elements of the output's dtype (" + std::to_string(size_) + " ranks), got " +
+               std::to_string(in_views[i].numel()) + " of " + at::toString(in_views[i].scalar_type()));
+      }
     }
-  }
+    return result;
+  });
   const OpType type = outputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER_TENSOR_COALESCED;
   return submit(type, outputs, options.timeout, options.asyncOp,
-                [engine = engine_.get(), out_views, in_views, requests]() mutable {
+                [engine = engine_.get(), out_views, in_views, requests = requests]() mutable {
                   const at::NoGradGuard no_grad;
                   for (size_t i = 0; i < out_views.size(); ++i) {
                     const Dense in(in_views[i]);

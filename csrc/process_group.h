@@ -10,8 +10,10 @@
 // A reduction runs on this group's worker thread, in call order; a blocking call with nothing queued before it runs on
 // the caller's thread. With a shared-memory region the worker uses that; otherwise a second gloo group, since gloo
 // matches calls of one group by their order, which two threads would mix up.
-// Dense CPU tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). Results as
-// promised by csrc/collective.h; world size is in the bits of a plain tensor's sum.
+// Dense CPU tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). A rank that
+// refuses a reduction raises at once; the others, if they make that call, get a DistBackendError that names it, and the
+// group stays usable. What Python or gloo refuse on one rank alone is no call of the group: the others wait for their
+// timeout. Results as promised by csrc/collective.h; world size is in the bits of a plain tensor's sum.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -120,6 +122,8 @@ class ProcessGroupTbik final : public c10d::Backend {
   c10d::Backend& mover(const char* activity, const at::Tensor* tensor);
   void stop_engine();
   WorkPtr track(WorkPtr work);
+  template <class Check>
+  auto checked(Collective collective, const Check& check);
   Request request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
   void sparse(at::Tensor& tensor, const c10d::ReduceOp& op, Milliseconds timeout);
 

@@ -437,8 +437,8 @@ bool ShmTransport::sleep(int peer, const Where& where, Clock::time_point start) 
   const auto context = [&] {
     const std::string last = last_seen(peer);
     return describe(where, rank_, size_) + ": waited " + seconds(elapsed) + " (limit " +
-           seconds(std::chrono::duration_cast<Clock::duration>(limit_)) + ") for rank " + std::to_string(peer) +
-           ", expected its message " + std::to_string(round_) + ", got up to " +
+           seconds(std::chrono::duration_cast<Clock::duration>(limit_)) + ", the timeout of this call) for rank " +
+           std::to_string(peer) + ", expected its message " + std::to_string(round_) + ", got up to " +
            std::to_string(round_ - (wanted - line->posted.load(std::memory_order_acquire))) +
            (last.empty() ? std::string() : "; it was last seen in '" + last + "'");
   };

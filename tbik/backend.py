@@ -14,20 +14,26 @@ group run on one host, gloo otherwise. None of the settings below can change a b
     TBIK_TRANSPORT   auto | shm | gloo             shm: refuse instead of falling back
     TBIK_PLACEMENT   auto | one_shot | two_shot | two_level
     TBIK_NODE_SIZE   ranks per node (contiguous); by default what the host names say
-    TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves, not only of the
-                     first; without it gloo ends the process where sizes differ. Shared memory always compares
+    TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves; without it only
+                     those of a group's first call, later ones together with the data. Ranks that disagree raise in
+                     either case, and no input is changed
 
 CUDA tensors: moved by NCCL where torch has it; their reductions are refused (no kernel in this version).
 Errors: PlanError when a group is made on ranks that disagree; TransportError where a rank does not come; afterwards
-DistBackendError (a peer is gone, too late, or made another call) and ValueError (unsupported dtype, operator, device).
+DistBackendError (a peer is gone, too late, or made another call or refused this one) and ValueError (unsupported dtype,
+operator, device: at once on the rank that asks). A call that torch itself or gloo refuses on one rank only leaves the
+others to the group's timeout. A store that torchrun's restarts hand out again does no harm.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import secrets
 import socket
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,7 +58,7 @@ SEGMENT_BYTES = {"shm": 1 << 18, "gloo": 4 << 20}
 """What travels in one round of a large message: over shared memory it should stay in the caches."""
 
 _REGION_BYTES = 32 << 20  # of shared memory per group, at most; two messages per rank
-_DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid")
+_DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid", "nonce")
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,12 @@ def create(options: Any, backend_options: Any = None) -> Any:
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """As torch.distributed.monitored_barrier, which asks for gloo by name: an error that names the missing ranks."""
+    """As torch.distributed.monitored_barrier, which asks for gloo by name: an error that names the missing ranks.
+
+    Nothing happens on a rank outside the group. timeout: the group's where None. Errors: RuntimeError, PlanError.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise PlanError("tbik.backend.monitored_barrier: there is no process group")
@@ -132,9 +143,11 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         "host": socket.gethostname(),
         "identity": identity,
         "pid": os.getpid(),
+        "nonce": secrets.token_hex(8),
         **asdict(settings),
     }
-    records = [json.loads(text) for text in _exchange(store, "ranks", rank, size, json.dumps(own), timeout)]
+    store, texts = _meet(store, rank, size, json.dumps(own), timeout)
+    records = [json.loads(text) for text in texts]
     _require_same(records)
     hosts = [record["identity"] or f"rank {record['rank']}" for record in records]
     region, reason = _region(compiled, store, rank, size, timeout, settings, hosts)
@@ -232,6 +245,33 @@ def _node_size(settings: _Settings, hosts: list[str]) -> int:
     if asked >= size or asked < 2 or size % asked:
         return 0
     return asked
+
+
+def _meet(store: Any, rank: int, size: int, value: str, timeout: timedelta) -> tuple[Any, list[str]]:
+    """(a store of keys that nobody has used, every rank's value); `value` differs in every process.
+
+    torchrun's restarts may hand out the store of the attempt before, in which dead ranks have left their values. Each
+    rank publishes a digest of the values it sees: all ranks publish the same one only if it is made of the values of
+    living ranks, since a dead one cannot know the others'. Errors: TransportTimeout naming the ranks that did not come.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    values = _exchange(store, "ranks", rank, size, value, timeout)
+    pause_s = 0.005
+    while True:
+        view = hashlib.sha256("\n".join(values).encode()).hexdigest()[:24]
+        views = _exchange(store, "views", rank, size, view, timeout)
+        if all(other == view for other in views):
+            return PrefixStore(f"{view}/", store), values
+        if time.monotonic() > end:
+            absent = [r for r in range(size) if views[r] != view]
+            raise TransportTimeout(
+                f"tbik: making a group, phase 'views', rank {rank} of {size}: waited {timeout.total_seconds():.1f} s "
+                f"for ranks {absent}, whose keys in the store are those of an earlier attempt. Every rank of the group "
+                "must make it, in the same order"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+        values = _exchange(store, "ranks", rank, size, value, timeout)
 
 
 def _exchange(store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:

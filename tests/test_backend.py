@@ -211,9 +211,46 @@ def _reduce_options(root: int) -> Any:
     return options
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 3, 5, 6, 9])  # 6 and 9: two levels, with nodes of 2 and of 3 ranks
 def test_verify_every_form_equals_reference(nine: Pool, world: int) -> None:
     nine.run(check_forms, world)
+
+
+def check_large_forms(group: dist.ProcessGroup) -> None:
+    """Several segments, chunks of unequal length (one of them empty), factors that differ."""
+    rank, world = group.rank(), group.size()
+    for dtype in (torch.float32, torch.float16):
+        sizes = [0 if r == 1 else 280_000 // world + 1_234 * r for r in range(world)]
+        values = values_of(world, sum(sizes), dtype, seed=9)
+        whole = reference.all_reduce(values)
+        for op, expected in (
+            (dist.ReduceOp.SUM, whole),
+            (dist.ReduceOp.AVG, reference.all_reduce(values, "avg")),
+            (dist.ReduceOp.MAX, folded(values, maximum)),
+            (dist._make_nccl_premul_sum(1.5 + rank), premultiplied(values)),
+        ):
+            out = torch.empty(sizes[rank], dtype=dtype)
+            dist.reduce_scatter(out, list(values[rank].clone().split(sizes)), op, group=group)
+            mine = expected.split(sizes)[rank]
+            assert_bitwise_equal(out, mine, f"reduce_scatter {op} {dtype} rank {rank} of {world}")
+            for root in (0, world - 1) if op == dist.ReduceOp.SUM else (1,):
+                x = values[rank].clone()
+                options = _reduce_options(root)
+                options.reduceOp = op
+                group.reduce([x], options).wait()
+                what = f"reduce {op} to {root} {dtype} rank {rank} of {world}"
+                assert_bitwise_equal(x, expected if rank == root else values[rank], what)
+
+
+def premultiplied(values: list[Tensor]) -> Tensor:
+    with reference.plain_arithmetic():
+        root = tree.root([v.float() * (1.5 + r) for r, v in enumerate(values)], reference.add)
+        return reference.epilogue(root, out_dtype=values[0].dtype)
+
+
+@pytest.mark.parametrize("world", [4, 6, 9])
+def test_verify_large_forms_equal_reference(nine: Pool, world: int) -> None:
+    nine.run(check_large_forms, world, deadline=120)
 
 
 def check_prefix(group: dist.ProcessGroup) -> None:
@@ -386,6 +423,46 @@ def _product() -> Any:
 
 def test_unsupported_calls_are_refused_before_anything_moves(four: Pool) -> None:
     four.run(check_refusals, 4)
+
+
+DIFFERENT: dict[str, Callable[[Tensor], Any]] = {
+    "fewer": lambda x: dist.all_reduce(x[:-1]),
+    "many fewer": lambda x: dist.all_reduce(x[:10]),
+    "many more": lambda x: dist.all_reduce(x.repeat(4)),
+    "dtype": lambda x: dist.all_reduce(x.double()),
+    "operator": lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "reduce_scatter": lambda x: dist.reduce_scatter_tensor(x[:100], x[:400]),
+    "barrier": lambda _: dist.barrier(),
+    "refused": lambda x: dist.all_reduce(x, dist.ReduceOp.BAND),
+    "refused dtype": lambda _: dist.all_reduce(torch.ones(2, dtype=torch.uint16)),
+    "refused scatter": lambda x: dist.reduce_scatter_tensor(x[:100], x[:300]),
+}
+
+
+def check_different_calls(group: dist.ProcessGroup, size: int) -> None:
+    """Rank 2 makes another call than the others: an error on all ranks at once, inputs unchanged, the group usable."""
+    rank, world = group.rank(), group.size()
+    values = values_of(world, size, torch.float32, seed=11)
+    dist.all_reduce(torch.ones(3))
+    for name, call in DIFFERENT.items():
+        x = values[rank].clone()
+        start = time.monotonic()
+        # a refusal says its own reason where it is made
+        error = ValueError if rank == 2 and name.startswith("refused") else dist.DistBackendError
+        match = "rank 2.*refused there" if name.startswith("refused") else "do not make the same call.*rank 2"
+        with pytest.raises(error, match=match if error is dist.DistBackendError else None):
+            call(x) if rank == 2 else dist.all_reduce(x)
+        assert time.monotonic() - start < 10, name
+        assert_bitwise_equal(x, values[rank], f"input after '{name}'")
+        dist.all_reduce(x)
+        assert_bitwise_equal(x, reference.all_reduce(values), f"the call after '{name}'")
+
+
+@pytest.mark.parametrize("size", [1000, 400_000])
+def test_verify_other_calls_raise_on_all_ranks_and_leave_the_group_usable(four: Pool, size: int) -> None:
+    """Without TBIK_CHECK, after the group's first call."""
+    four.run(check_different_calls, 4, size, deadline=100)
 
 
 def check_sparse(group: dist.ProcessGroup) -> None:
@@ -591,6 +668,12 @@ def test_two_level_puts_one_eighth_on_the_network() -> None:
     assert min(row["between_nodes"] for row in rows) > 2 * num_bytes / 8 * 63 / 64 * 0.95
     flat = _C_dist.dry_run("all_reduce", "two_shot", 512, 8, n)
     assert min(row["between_nodes"] for row in flat) > 1.9 * num_bytes
+    scattered = _C_dist.dry_run("reduce_scatter_tensor", "two_level", 512, 8, n)
+    assert {row["between_nodes"] for row in scattered} == {num_bytes // 8 * 63 // 64}
+    flat = _C_dist.dry_run("reduce_scatter_tensor", "two_shot", 512, 8, n)
+    assert {row["between_nodes"] for row in flat} == {num_bytes // 64 * 63}
+    reduced = _C_dist.dry_run("reduce", "two_level", 512, 8, n)
+    assert max(row["between_nodes"] for row in reduced) <= (num_bytes / 8 + num_bytes / 512) * 1.02
 
 
 # --- failures ----------------------------------------------------------------
