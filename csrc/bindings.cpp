@@ -323,7 +323,8 @@ py::list nodes_of(const std::vector<tbik::Node>& nodes) {
 }  // namespace
 
 namespace tbik::bindings {
-void bind_rows(pybind11::module_& m);  // bindings_rows.cpp
+void bind_rows(pybind11::module_& m);         // bindings_rows.cpp
+void bind_fingerprint(pybind11::module_& m);  // bindings_fingerprint.cpp
 }  // namespace tbik::bindings
 
 PYBIND11_MODULE(_C, m) {
@@ -366,6 +367,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("out_dtype") = py::none(), py::arg("path") = "", Release());
 
   tbik::bindings::bind_rows(m);
+  tbik::bindings::bind_fingerprint(m);
 
   m.def("cpu_paths", tbik::cpu_paths);
   m.def(

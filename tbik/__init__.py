@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import tbik.nn as nn
     import tbik.ops as ops
     from tbik.collectives import Cover, all_reduce, reduce_scatter
+    from tbik.integrity.fingerprint import fingerprint
     from tbik.packing import freeze, unfreeze
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _LAZY = {
     "Cover": "tbik.collectives",
     "all_reduce": "tbik.collectives",
     "reduce_scatter": "tbik.collectives",
+    "fingerprint": "tbik.integrity.fingerprint",
     "freeze": "tbik.packing",
     "unfreeze": "tbik.packing",
     "launch": "tbik.launch",
@@ -45,6 +47,7 @@ __all__ = [
     "TransportTimeout",
     "TreePlan",
     "all_reduce",
+    "fingerprint",
     "freeze",
     "launch",
     "nn",

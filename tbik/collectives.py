@@ -188,6 +188,17 @@ def reset_bytes_sent(group: dist.ProcessGroup | None = None) -> None:
     _Link.open(group, "reset_bytes_sent").state.bytes_sent = 0
 
 
+def all_gather_bytes(send: Tensor, group: dist.ProcessGroup | None, collective: str) -> Tensor:
+    """[n] bytes (uint8) of this rank -> [W, n], the bytes of every rank; n is the same on all ranks.
+
+    collective: who asks, for the messages. Errors: TransportTimeout, TransportError; PlanError for a foreign group.
+    """
+    link = _Link.open(group, collective)
+    with link.call(), torch.no_grad():
+        link.count()
+        return link.all_gather(send, "exchange of bytes")
+
+
 # --- what is asked --------------------------------------------------------------------------------------------------
 
 
