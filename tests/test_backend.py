@@ -632,6 +632,40 @@ def test_importing_tbik_registers_the_backend_without_importing_torch() -> None:
     assert done.stdout.strip() == "ok", done.stderr[-2000:]
 
 
+def meet(store: Any, attempt: int, present: Sequence[int], timeout_s: float = 20.0) -> list[Any]:
+    """What each of three ranks gets from backend._meet, or its error; the later ranks come later."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tbik import backend
+
+    def rank_meets(rank: int) -> Any:
+        time.sleep(0.1 * rank)
+        try:
+            made, values = backend._meet(store, rank, 3, f"{rank} of {attempt}", timedelta(seconds=timeout_s))
+        except Exception as error:
+            return error
+        made.set(f"mine/{rank}", f"{attempt}")
+        return values, made.get("mine/0")  # waits: the store is common to all and to nobody else
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(rank_meets, present))
+
+
+def test_a_store_with_the_keys_of_an_earlier_attempt_does_no_harm() -> None:
+    """torchrun restarts with the same store: what dead ranks left there is not taken for the living."""
+    from tbik.errors import TransportTimeout
+
+    store = dist.HashStore()
+    for attempt in range(3):
+        results = meet(store, attempt, range(3))
+        assert results == [([f"{r} of {attempt}" for r in range(3)], f"{attempt}".encode())] * 3
+    for error in meet(store, 3, [0, 1], timeout_s=1.0):
+        assert isinstance(error, TransportTimeout) and "ranks [2], whose keys" in str(error)
+    fresh = dist.HashStore()
+    for error in meet(fresh, 0, [0, 1], timeout_s=1.0):
+        assert isinstance(error, TransportTimeout) and "for rank [2]" in str(error)
+
+
 def two_groups(group: dist.ProcessGroup, name: str, values: list[str]) -> str:
     os.environ[name] = values[group.rank()]
     try:
