@@ -325,6 +325,7 @@ py::list nodes_of(const std::vector<tbik::Node>& nodes) {
 namespace tbik::bindings {
 void bind_rows(pybind11::module_& m);         // bindings_rows.cpp
 void bind_fingerprint(pybind11::module_& m);  // bindings_fingerprint.cpp
+void bind_attention(pybind11::module_& m);    // bindings_attention.cpp
 }  // namespace tbik::bindings
 
 PYBIND11_MODULE(_C, m) {
@@ -368,6 +369,7 @@ PYBIND11_MODULE(_C, m) {
 
   tbik::bindings::bind_rows(m);
   tbik::bindings::bind_fingerprint(m);
+  tbik::bindings::bind_attention(m);
 
   m.def("cpu_paths", tbik::cpu_paths);
   m.def(

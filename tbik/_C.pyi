@@ -60,6 +60,41 @@ def fold(
     path: str = "",
 ) -> Tensor: ...
 def fingerprint(x: Tensor, first: int, index_strides: Sequence[int], key: int, path: str = "") -> int: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    k_extent: Tensor,
+    block_table: Tensor | None,
+    sinks: Tensor | None,
+    head_offsets: Sequence[int],
+    scale: float,
+    cap: float,
+    causal: bool,
+    window: int,
+    path: str = "",
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    m: Tensor,
+    total: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    sinks: Tensor | None,
+    head_offsets: Sequence[int],
+    scale: float,
+    cap: float,
+    causal: bool,
+    window: int,
+    programs: Sequence[Schedule],
+    path: str = "",
+) -> list[Tensor]: ...
+def store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None: ...
 def cpu_paths() -> list[str]: ...
 def default_path(compute: str) -> str: ...
 def fp_mode() -> int: ...

@@ -38,7 +38,6 @@ KEYS_PER_BLOCK = 64
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED_DTYPES = ("BF16", "F16", "F32")
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ONE_CHAIN = TreePlan(leaves=1)
 
 Mode = Literal["tbik", "stock"]
 Linear = Callable[[Tensor], Tensor]
@@ -285,90 +284,24 @@ class TbikLinears:
 
 
 class KVCache:
-    """The keys and values of one sequence on one rank: per layer [G, capacity, D] keys and [G, D + 1, capacity] values.
-
-    Values are kept in fp32 with a row of ones below them, so that the sum of exponentials is one more chain of the
-    product with the values.
-    """
+    """The keys and values of one sequence on one rank: per layer [capacity, G, D] each, in the model dtype."""
 
     def __init__(self, num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.length = 0
-        self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype) for _ in range(num_layers)]
-        self._values = [torch.empty(kv_heads, head_dim + 1, 0) for _ in range(num_layers)]
+        self._layers = [torch.empty(2, 0, kv_heads, head_dim, dtype=dtype) for _ in range(num_layers)]
 
     def append(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens of a layer after `length`; returns the views that hold every key and value so far."""
         end = self.length + k_TGD.shape[0]
-        if end > self._keys[layer].shape[1]:
-            self._grow(layer, max(KEYS_PER_BLOCK, 2 * self._keys[layer].shape[1], end))
-        self._keys[layer][:, self.length : end] = k_TGD.transpose(0, 1)
-        self._values[layer][:, :-1, self.length : end] = v_TGD.permute(1, 2, 0)
-        return self._keys[layer][:, :end], self._values[layer][:, :, :end]
-
-    def _grow(self, layer: int, capacity: int) -> None:
-        old_keys, old_values = self._keys[layer], self._values[layer]
-        heads, used, dim = old_keys.shape
-        self._keys[layer] = old_keys.new_zeros(heads, capacity, dim)
-        self._keys[layer][:, :used] = old_keys
-        self._values[layer] = old_values.new_ones(heads, dim + 1, capacity)
-        self._values[layer][:, :-1, :used] = old_values[:, :-1]
-
-
-def attention(q_THD: Tensor, keys_GSD: Tensor, values_GES: Tensor, sharing: Sequence[Run], scale: float) -> Tensor:
-    """out[t, h] = (sum over live keys s of p[s] v[s]) / (sum of p[s]), p[s] = exp(scale root(q . k[s]) - m)   (K1).
-
-    Blocks of 64 keys in ascending position; m is the running maximum, and sums so far are multiplied by
-    exp(m_old - m_new) when a block raises it. The T queries are the last T of the S positions; key s is live for the
-    query at position t if s <= t. E = D + 1: values and a row of ones (KVCache). sharing[g]: KV head g's query heads.
-    q, keys: model dtype; values fp32 -> [T, H, D] in q's dtype, NaN canonical. Batch-invariant: the bits of a query
-    ignore T and every other query (test_verify_attention_batch_invariant).
-    """
-    num_queries, num_keys = q_THD.shape[0], keys_GSD.shape[1]
-    first = num_keys - num_queries
-    if num_queries > 1 and not bool(torch.isfinite(values_GES).all()):
-        # A masked key has p = 0, and 0 * Inf would be NaN: take the queries one by one, none of whose keys is masked.
-        return torch.cat(
-            [
-                attention(
-                    q_THD[t : t + 1], keys_GSD[:, : first + t + 1], values_GES[:, :, : first + t + 1], sharing, scale
-                )
-                for t in range(num_queries)
-            ]
-        )
-    q_HTD = q_THD.transpose(0, 1)
-    scores_HTS = torch.cat([_chains(q_HTD[lo:hi], keys_GSD[g]) for g, (lo, hi) in enumerate(sharing)]) * scale
-    if num_queries > 1:
-        position_T1 = torch.arange(first, num_keys)[:, None]
-        scores_HTS = scores_HTS.masked_fill(torch.arange(num_keys) > position_T1, float("-inf"))
-    m_HT1 = sums_HTE = torch.empty(0)
-    for start in range(0, num_keys, KEYS_PER_BLOCK):
-        end = min(start + KEYS_PER_BLOCK, num_keys)
-        t = max(0, start - first)  # earlier queries have no live key in this block and skip it
-        block_HTS = scores_HTS[:, t:, start:end]
-        # A maximum is exact in any order; which zero wins cannot show, since x - (+0) and x - (-0) have the same exp.
-        highest_HT1 = block_HTS.amax(dim=-1, keepdim=True)
-        if start == 0:
-            m_HT1 = highest_HT1
-            p_HTS = reference.exp(block_HTS - m_HT1)
-            sums_HTE = _weighted_values(p_HTS, values_GES[:, :, start:end], sharing)
-            continue
-        m_new = torch.maximum(m_HT1[:, t:], highest_HT1)
-        p_HTS = reference.exp(block_HTS - m_new)
-        rescaled = sums_HTE[:, t:] * reference.exp(m_HT1[:, t:] - m_new)
-        sums_HTE[:, t:] = rescaled + _weighted_values(p_HTS, values_GES[:, :, start:end], sharing)
-        m_HT1[:, t:] = m_new
-    out_HTD = sums_HTE[..., :-1] / sums_HTE[..., -1:]
-    out_HTD = torch.where(torch.isnan(out_HTD), float("nan"), out_HTD)
-    return out_HTD.transpose(0, 1).to(q_THD.dtype)
-
-
-def _weighted_values(p_HTS: Tensor, values_GES: Tensor, sharing: Sequence[Run]) -> Tensor:
-    return torch.cat([_chains(p_HTS[lo:hi], values_GES[g]) for g, (lo, hi) in enumerate(sharing)])
-
-
-def _chains(x_HTK: Tensor, w_NK: Tensor) -> Tensor:
-    """One chain over K per product (ORDER.md A1), fp32 [H, T, N]."""
-    return ops.linear(x_HTK, w_NK, plan=ONE_CHAIN, out_dtype=torch.float32)
+        stored = self._layers[layer]
+        if end > stored.shape[1]:
+            capacity = max(KEYS_PER_BLOCK, 2 * stored.shape[1], end)
+            self._layers[layer] = stored.new_empty(2, capacity, *stored.shape[2:])
+            self._layers[layer][:, : self.length] = stored[:, : self.length]
+            stored = self._layers[layer]
+        stored[0, self.length : end] = k_TGD
+        stored[1, self.length : end] = v_TGD
+        return stored[0, :end], stored[1, :end]
 
 
 # --- the decoder ------------------------------------------------------------------------------------------------------
@@ -494,7 +427,8 @@ class Decoder:
         for (cache, _), n in zip(chunks, lengths):
             rows = slice(start, start + n)
             keys, values = cache.append(index, k[rows], v[rows])
-            out.append(attention(q[rows], keys, values, self._shards.sharing, dim**-0.5))
+            starts = torch.tensor([0, n]), torch.tensor([0, keys.shape[0]])
+            out.append(ops.attention(q[rows], keys, values, *starts, sharing=self._shards.sharing))
             start += n
         return layer.out(torch.cat(out).reshape(num_tokens, heads * dim))
 
@@ -580,11 +514,12 @@ class _Shards:
         self.vocab_rows = [(vocab_cuts[lo], vocab_cuts[hi]) for lo, hi in layout.vocab]
         self.num_kv_heads = layout.kv_heads[rank][1] - layout.kv_heads[rank][0]
         first, end = layout.heads[rank]
-        per_kv_head = shape.heads // shape.kv_heads
-        starts = [max(first, g * per_kv_head) for g in range(*layout.kv_heads[rank])]
-        ends = [min(end, (g + 1) * per_kv_head) for g in range(*layout.kv_heads[rank])]
-        self.sharing = [(lo - first, hi - first) for lo, hi in zip(starts, ends)]
-        """Per KV head of this rank, the query heads (counted from the rank's first) that use it."""
+        size = shape.heads // shape.kv_heads
+        self.sharing = [
+            ops.HeadRun(size, max(first - g * size, 0), min(end - g * size, size))
+            for g in range(*layout.kv_heads[rank])
+        ]
+        """Per KV head of this rank, which of its query heads are here."""
 
 
 def _rotate(x_THD: Tensor, sin: Tensor, cos: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -733,6 +733,164 @@ def _float32(where: str, x: Tensor) -> Tensor:
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise PlanError(f"reference.{where}: expected bf16, fp16 or fp32, got {x.dtype}")
     return x.to(torch.float32)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+# Suffixes here: T query tokens, S key tokens, H query heads, G KV heads, D head_dim; one sequence. Position = index in
+# the sequence; the queries are its last T positions.
+
+KEYS_PER_BLOCK = 64
+QUERIES_PER_BLOCK = 64
+
+
+class Masking(NamedTuple):
+    """What decides a score besides q and k (K2). window 0 and softcap 0: none."""
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+
+class AttentionState(NamedTuple):
+    """out [T, H, D] in q's dtype; m, total fp32 [T, H]: the maximum and the sum of exponentials; rest as out (K3)."""
+
+    out: Tensor
+    m: Tensor
+    total: Tensor
+    rest: Tensor
+
+
+def live_keys(query: int, num_queries: int, num_keys: int, masking: Masking) -> range:
+    """The key positions that query `query` of a sequence sees (K2)."""
+    position = num_keys - num_queries + query
+    lo, hi = 0, position + 1 if masking.causal else num_keys
+    if masking.window:
+        lo, hi = max(0, position - masking.window + 1), min(hi, position + masking.window)
+    return range(lo, hi)
+
+
+@plain_arithmetic()
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, masking: Masking, heads_per_kv: Sequence[int], sinks: Tensor | None = None
+) -> AttentionState:
+    """out = acc / total, blocks of 64 keys in ascending position, only live keys (K1, K2).
+
+    q [T, H, D], k and v [S, G, D] bf16, fp16 or fp32; heads_per_kv: G numbers that add up to H; sinks [H].
+    Batch-invariant by construction: every query is computed alone.
+    """
+    kv_head = [g for g, count in enumerate(heads_per_kv) for _ in range(count)]
+    out = torch.empty(q.shape)
+    m, total = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
+    for t, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
+        live = live_keys(t, q.shape[0], k.shape[0], masking)
+        sink = torch.tensor(float("-inf")) if sinks is None else sinks[h].float()
+        sums, total[t, h], m[t, h] = _attend(q[t, h], k[:, kv_head[h]], v[:, kv_head[h]], live, masking, sink)
+        out[t, h] = sums / total[t, h]
+    rounded = _cast(out, q.dtype)
+    rest = _cast(out - rounded.float(), q.dtype)
+    return AttentionState(rounded, _cast(m + 0.0, torch.float32), _cast(total, torch.float32), rest)
+
+
+def _attend(
+    q_D: Tensor, k_SD: Tensor, v_SD: Tensor, live: range, masking: Masking, sink: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(acc [D], total, m) of one query: a sink is there before the first block, with a value of zero."""
+    m, acc = sink, torch.zeros(q_D.shape)
+    total = torch.where(sink > float("-inf"), 1.0, 0.0)
+    for keys in _blocks(live, KEYS_PER_BLOCK):
+        scores, _ = _scores(q_D[None], k_SD[keys], masking)
+        m_new = _maximum(m, row_max(scores)[0])
+        p, factor = exp(scores - m_new), exp(m - m_new)
+        ones = torch.ones(p.shape[1], 1)
+        sums = chain(p, torch.cat([v_SD[keys].float(), ones], dim=1).T)[0]
+        acc, total = acc * factor + sums[:-1], total * factor + sums[-1]
+        m = m_new
+    return acc, total, m
+
+
+def _scores(q_TD: Tensor, k_SD: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+    """(s, tanh of the capped score or 0), both [T, S]."""
+    s = chain(q_TD, k_SD) * torch.full((), masking.scale)
+    if not masking.softcap:
+        return s, torch.zeros_like(s)
+    cap = torch.full((), masking.softcap)
+    t = tanh(s / cap)
+    return cap * t, t
+
+
+def _blocks(positions: range, size: int) -> list[slice]:
+    """Slices of `positions` cut at the multiples of `size`."""
+    cuts = range(positions.start // size * size, positions.stop, size)
+    return [slice(max(c, positions.start), min(c + size, positions.stop)) for c in cuts]
+
+
+class AttentionGradients(NamedTuple):
+    """fp32, before any rounding: dq [T, H, D]; dk, dv per query head [S, H, D]; rows of dsinks [T, H]."""
+
+    dq: Tensor
+    dk_heads: Tensor
+    dv_heads: Tensor
+    d_sink_rows: Tensor
+
+
+@plain_arithmetic()
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: AttentionState,
+    masking: Masking,
+    heads_per_kv: Sequence[int],
+    sinks: Tensor | None = None,
+) -> AttentionGradients:
+    """p = exp(s - m) (1 / total), dS = p (dP - D) ... scale; dQ over key blocks, dK and dV over query blocks (K3).
+
+    grad_out [T, H, D], the rest as in `attention`, whose result `state` is. dk, dv of a KV head are the canonical tree
+    over its query heads (`fold_heads`). Batch-invariant by construction.
+    """
+    kv_head = [g for g, count in enumerate(heads_per_kv) for _ in range(count)]
+    num_queries, num_keys = q.shape[0], k.shape[0]
+    first = max(0, num_keys - num_queries)
+    dq = torch.zeros(q.shape)
+    dk, dv = torch.zeros(num_keys, q.shape[1], q.shape[2]), torch.zeros(num_keys, q.shape[1], q.shape[2])
+    d_sinks = torch.zeros(q.shape[:2])
+    mean = row_sum(grad_out.float() * (state.out.float() + state.rest.float()))
+    live = [live_keys(t, num_queries, num_keys, masking) for t in range(num_queries)]
+    seen_by = [[t for t in range(num_queries) if s in live[t]] for s in range(num_keys)]
+    for h in range(q.shape[1]):
+        q_h, k_h, v_h, do_h = (x.float() for x in (q[:, h], k[:, kv_head[h]], v[:, kv_head[h]], grad_out[:, h]))
+        weight = 1.0 / state.total[:, h, None]
+        s, t_cap = _scores(q_h, k_h, masking)
+        p = exp(s - state.m[:, h, None]) * weight
+        ds = p * (chain(do_h, v_h) - mean[:, h, None])
+        if masking.softcap:
+            ds = ds * (1.0 - t_cap * t_cap)
+        ds = ds * torch.full((), masking.scale)
+        for t in range(num_queries):
+            for keys in _blocks(live[t], KEYS_PER_BLOCK):
+                dq[t, h] = dq[t, h] + chain(ds[None, t, keys], k_h[keys].T)[0]
+        for key in range(num_keys):
+            if not seen_by[key]:
+                continue
+            # the live queries of a key are consecutive
+            positions = range(first + seen_by[key][0], first + seen_by[key][-1] + 1)
+            for block in _blocks(positions, QUERIES_PER_BLOCK):
+                rows = slice(block.start - first, block.stop - first)
+                dk[key, h] = dk[key, h] + chain(ds[None, rows, key], q_h[rows].T)[0]
+                dv[key, h] = dv[key, h] + chain(p[None, rows, key], do_h[rows].T)[0]
+        if sinks is not None:
+            p_sink = exp(sinks[h].float() - state.m[:, h]) * weight[:, 0]
+            d_sinks[:, h] = torch.where(sinks[h] == float("-inf"), 0.0, p_sink * (0.0 - mean[:, h]))
+    return AttentionGradients(dq, dk, dv, d_sinks)
+
+
+@plain_arithmetic()
+def fold_heads(per_head: Tensor, heads_per_kv: Sequence[int]) -> Tensor:
+    """dk or dv [S, G, D]: the canonical tree over the query heads of each KV head, fp32 (K3)."""
+    parts = torch.split(per_head, list(heads_per_kv), dim=1)
+    return torch.stack([tree.root(part.unbind(1), add) for part in parts], dim=1)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

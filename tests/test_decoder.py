@@ -15,8 +15,8 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from safetensors.torch import load_file, save_file
 from spawn import Pool
 
-from tbik import models, reference
-from tbik.decoder import Decoder, DecoderConfig, attention, greedy, inverse_frequencies
+from tbik import models
+from tbik.decoder import Decoder, DecoderConfig, greedy, inverse_frequencies
 from tbik.errors import IntegrityError, PlanError
 from tbik.plan import TreePlan
 
@@ -94,47 +94,6 @@ def test_verify_stock_layers_do_depend_on_the_batch_or_world(folders: dict[str, 
     plan = plan_of("llama", folders["llama"])
     runs = [pool.run(_logits, world, folders["llama"], plan, "bfloat16", "stock")[0] for world in WORLDS["llama"]]
     assert_bits_differ(runs[0], runs[2], "stock at TP=1 and TP=3")
-
-
-def test_verify_attention_batch_invariant() -> None:
-    """A query's bits ignore the number of queries, whatever the blocks, and K1 written out one key at a time agrees."""
-    generator = torch.Generator().manual_seed(3)
-    num_keys, heads, kv_heads, dim = 150, 5, 2, 16
-    sharing = [(0, 2), (2, 5)]
-    q = (torch.randn(num_keys, heads, dim, generator=generator) * 3).bfloat16()
-    keys = torch.randn(kv_heads, num_keys, dim, generator=generator).bfloat16()
-    values = torch.ones(kv_heads, dim + 1, num_keys)
-    values[:, :dim] = torch.randn(kv_heads, dim, num_keys, generator=generator).bfloat16().float()
-    whole = attention(q, keys, values, sharing, 0.25)
-    for t in (0, 1, 62, 63, 64, 65, 127, 128, 149):
-        for first in sorted({0, max(0, t - 5), t}):
-            part = attention(q[first : t + 1], keys[:, : t + 1], values[:, :, : t + 1], sharing, 0.25)
-            assert_bitwise_equal(part, whole[first : t + 1], f"queries {first}..{t}")
-        g, head = 1, 3
-        assert_bitwise_equal(
-            whole[t, head], _one_query(q[t, head], keys[g, : t + 1], values[g, :, : t + 1]), f"K1, {t}"
-        )
-
-
-def _one_query(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    scores = reference.chain(q[None], keys)[0] * 0.25
-    m, sums = torch.tensor(float("-inf")), torch.zeros(values.shape[0])
-    for start in range(0, len(scores), 64):
-        block = scores[start : start + 64]
-        m_new = torch.maximum(m, block.max())
-        p = reference.exp(block - m_new)
-        sums = sums * reference.exp(m - m_new) + reference.chain(p[None], values[:, start : start + 64])[0]
-        m = m_new
-    return (sums[:-1] / sums[-1]).to(q.dtype)
-
-
-def test_verify_masked_keys_are_never_multiplied() -> None:
-    """An infinite value at a later position must not reach an earlier query as 0 * Inf."""
-    q, keys = torch.ones(3, 1, 4), torch.ones(1, 3, 4)
-    values = torch.ones(1, 5, 3)
-    values[0, 0, 2] = float("inf")
-    out = attention(q, keys, values, [(0, 1)], 0.5)
-    assert torch.isfinite(out[:2]).all() and torch.isinf(out[2, 0, 0])
 
 
 # --- layout invariance ------------------------------------------------------------------------------------------------

@@ -34,4 +34,6 @@ def test_verify_no_fused_multiply_add() -> None:
     assert not elsewhere
     if "avx2" in _C.cpu_paths():  # the search itself works: an x86-64 build has these kernels, whichever CPU runs it
         assert any("avx2" in name and "chain_f32" in name for name in fused)
+        assert any("attention_256" in name and "chain_tile" in name for name in fused)
+        assert any("attention_512" in name and "chain_tile" in name for name in fused)
         assert any("vdpbf16ps" in found for found in fused.values())

@@ -1,0 +1,673 @@
+// Driver of attention: packing of key blocks, tiles of query rows, masks, the order of the blocks. See attention.h.
+//
+// Forward. The rows of a KV head are its (query, head) pairs, position by position; a tile is up to 60 of them and goes
+// through the key blocks in ascending order: chains of q k, softmax step, chains of p v. A block of keys is widened to
+// fp32 and transposed once for all tiles (in a first pass), or by its only tile (decoding).
+// Backward. A task is one query head of one sequence: key blocks outside, query blocks inside, both ascending, so that
+// dQ receives its key blocks and dK, dV their query blocks in order, from one evaluation of p and dS. The heads of a
+// group are folded by the canonical tree afterwards.
+// Every task writes its own rows only; the floating-point mode is IEEE, and flush around the chains that ask for it.
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "fpmode.h"
+
+namespace tbik {
+
+namespace {
+
+constexpr int64_t kTile = 60;                        // query rows of a tile: ten register tiles of six
+constexpr int64_t kPackedBytes = int64_t{64} << 20;  // packed keys and values of one round
+constexpr int64_t kKeptBytes = int64_t{32} << 20;    // memory a thread keeps between calls: fresh pages cost more
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+// Hands out 64-byte aligned pieces of one buffer; the first pass only measures.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* p = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return p;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// Memory of the calling thread; kept between calls up to a limit. `slot`: two users that are alive at the same time.
+template <int slot>
+char* thread_buffer(int64_t bytes, AlignedBuffer& fresh) {
+  if (bytes > kKeptBytes) {
+    fresh = aligned_buffer(bytes);
+    return static_cast<char*>(fresh.get());
+  }
+  thread_local AlignedBuffer kept;
+  thread_local int64_t kept_bytes = 0;
+  if (kept_bytes < bytes) {
+    kept.reset();
+    kept_bytes = 0;
+    kept = aligned_buffer(bytes);
+    kept_bytes = bytes;
+  }
+  return static_cast<char*>(kept.get());
+}
+
+// Tasks 0 .. count - 1, the next one to whoever is free.
+void run_dynamic(int64_t count, const ParallelFor& parallel,
+                 const std::function<void(const std::function<int64_t()>&)>& worker) {
+  std::atomic<int64_t> next{0};
+  parallel(count, [&](int64_t, int64_t) {
+    const FpIeeeScope ieee;
+    worker([&] { return next.fetch_add(1); });
+  });
+}
+
+struct Live {
+  int64_t lo;  // first live key position
+  int64_t hi;  // one behind the last
+};
+
+Live live_keys(const AttentionProblem& p, const Sequence& s, int64_t query) {
+  const int64_t position = s.k_length - s.q_length + query;
+  Live live{0, s.k_length};
+  if (p.causal) live.hi = position + 1;
+  if (p.window > 0) {
+    live.lo = std::max<int64_t>(0, position - p.window + 1);
+    live.hi = std::min(live.hi, position + p.window);
+  }
+  return live;
+}
+
+class Packer {
+ public:
+  Packer(const AttentionProblem& problem, const Loops& loops) : p_(problem), loops_(loops) {}
+
+  static int64_t padded(int64_t dim) { return round_up(dim, 16); }
+
+  // dst[0 .. Dp) = fp32 of D values, padded by +0
+  void widen(float* dst, const HeadRows& x, const char* row) const {
+    if (x.stride_dim == 1) {
+      loops_.cast(dst, DType::kFloat32, row, x.dtype, p_.dim);
+    } else {
+      const int64_t size = size_of(x.dtype);
+      for (int64_t d = 0; d < p_.dim; ++d) {
+        loops_.cast(dst + d, DType::kFloat32, row + d * x.stride_dim * size, x.dtype, 1);
+      }
+    }
+    for (int64_t d = p_.dim; d < padded(p_.dim); ++d) dst[d] = 0.0f;
+  }
+
+  static const char* at(const HeadRows& x, int64_t row, int64_t head) {
+    return static_cast<const char*>(x.data) + (row * x.stride_row + head * x.stride_head) * size_of(x.dtype);
+  }
+
+  // rows[k][0 .. Dp) = keys 64 j + k of the sequence; rows beyond its end are +0
+  void widen_block(float* rows, const KeyRows& x, const Sequence& s, int64_t head, int64_t block) const {
+    const int64_t dp = padded(p_.dim);
+    const int64_t first = block * kKeyBlock;
+    const int64_t count = std::min(kKeyBlock, s.k_length - first);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t position = first + k;
+      const char* row;
+      if (x.page_size == 0) {
+        row = at(x.rows, s.k_first + position, head);
+      } else {
+        const int64_t page = s.pages[position / x.page_size];
+        row = at(x.rows, position % x.page_size, head) + page * x.stride_page * size_of(x.rows.dtype);
+      }
+      widen(rows + k * dp, x.rows, row);
+    }
+    std::memset(rows + count * dp, 0, static_cast<size_t>((kKeyBlock - count) * dp) * sizeof(float));
+  }
+
+  // panels[k / 16][d][k % 16] = rows[k][d]; scratch [D][64]
+  void transpose(float* panels, const float* rows, float* scratch) const {
+    const void* pointers[kKeyBlock];
+    for (int64_t k = 0; k < kKeyBlock; ++k) pointers[k] = rows + k * padded(p_.dim);
+    loops_.transpose(reinterpret_cast<uint32_t*>(scratch), pointers, p_.dim, false);
+    for (int64_t k = 0; k < kKeyBlock; k += 16) {
+      for (int64_t d = 0; d < p_.dim; ++d, panels += 16) std::memcpy(panels, scratch + d * kKeyBlock + k, 64);
+    }
+  }
+
+  // panels[d / 16][k][d % 16] = rows[k][d]
+  void to_panels(float* panels, const float* rows, int64_t count) const {
+    const int64_t dp = padded(p_.dim);
+    for (int64_t d = 0; d < dp; d += 16) {
+      for (int64_t k = 0; k < count; ++k, panels += 16) std::memcpy(panels, rows + k * dp + d, 64);
+    }
+  }
+
+ private:
+  const AttentionProblem& p_;
+  const Loops& loops_;
+};
+
+// One block of keys in panels of 16 columns: keys [4][D][16], values [Dp / 16][64][16].
+struct Block {
+  float* keys;
+  float* values;
+  bool values_finite;
+};
+
+// c[r] = chain over the live k of row r of a[r, k] b[k]. Masked entries of a are +0: over a finite b they change
+// nothing, so rows share the union of their ranges; over an Inf or NaN they would (0 * Inf is NaN), and each row takes
+// its own range.
+void masked_chains(const AttentionKernels& kernels, const float* a, int64_t a_row, int64_t a_step, int64_t rows,
+                   const int32_t* lo, const int32_t* hi, bool finite, const float* b, int64_t b_panel, float* c,
+                   int64_t dp) {
+  const bool uniform = std::all_of(lo, lo + rows, [&](int32_t x) { return x == lo[0]; }) &&
+                       std::all_of(hi, hi + rows, [&](int32_t x) { return x == hi[0]; });
+  const int64_t step = uniform ? rows : finite ? 6 : 1;
+  for (int64_t r = 0; r < rows; r += step) {
+    const int64_t count = std::min(step, rows - r);
+    const int64_t first = *std::min_element(lo + r, lo + r + count);
+    const int64_t end = std::max<int64_t>(first, *std::max_element(hi + r, hi + r + count));
+    kernels.chains(a + r * a_row + first * a_step, a_row, a_step, count, b + first * 16, b_panel, end - first,
+                   c + r * dp, dp, dp);
+  }
+}
+
+struct Pair {
+  int64_t sequence;
+  int64_t head;  // KV head
+  int64_t rows;  // query rows: queries x heads of the group
+  int64_t tiles;
+  int64_t first_block;  // blocks [first_block, end_block) have a live key
+  int64_t end_block;
+  int64_t packed = -1;  // where its packed blocks begin; -1: packed by its only tile
+};
+
+class Forward {
+ public:
+  Forward(const AttentionProblem& problem, const AttentionResult& result, const AttentionKernels& kernels,
+          const Loops& loops, const ParallelFor& parallel)
+      : p_(problem),
+        result_(result),
+        kernels_(kernels),
+        loops_(loops),
+        parallel_(parallel),
+        packer_(problem, loops),
+        dp_(Packer::padded(problem.dim)),
+        block_floats_(kKeyBlock * (dp_ + round_up(problem.dim, 16))) {}
+
+  void run() {
+    std::vector<Pair> round;
+    int64_t blocks = 0;
+    const int64_t limit = std::max<int64_t>(1, kPackedBytes / (block_floats_ * 4));
+    for (int64_t b = 0; b < static_cast<int64_t>(p_.sequences.size()); ++b) {
+      for (int64_t g = 0; g + 1 < static_cast<int64_t>(p_.head_offsets.size()); ++g) {
+        Pair pair = make_pair(b, g);
+        if (pair.rows == 0) continue;
+        const int64_t size = pair.tiles > 1 ? pair.end_block - pair.first_block : 0;
+        if (blocks > 0 && blocks + size > limit) {
+          run_round(round, blocks);
+          round.clear();
+          blocks = 0;
+        }
+        if (size > 0) {
+          pair.packed = blocks;
+          blocks += size;
+        }
+        round.push_back(pair);
+      }
+    }
+    run_round(round, blocks);
+  }
+
+ private:
+  struct Memory {
+    Memory(Arena& arena, int64_t dim, int64_t dp) {
+      q = arena.take<float>(kTile * dp);
+      s = arena.take<float>(kTile * kKeyBlock);
+      partial = arena.take<float>(kTile * dp);
+      acc = arena.take<float>(kTile * dp);
+      keys = arena.take<float>(round_up(dim, 16) * kKeyBlock);
+      values = arena.take<float>(kKeyBlock * dp);
+      rows = arena.take<float>(2 * kKeyBlock * dp);
+      m = arena.take<float>(kTile);
+      l = arena.take<float>(kTile);
+      sums = arena.take<float>(kTile);
+      factor = arena.take<float>(kTile);
+      lo = arena.take<int32_t>(kTile);
+      hi = arena.take<int32_t>(kTile);
+      live = arena.take<Live>(kTile);
+    }
+    float *q, *s, *partial, *acc, *keys, *values, *rows, *m, *l, *sums, *factor;
+    int32_t *lo, *hi;
+    Live* live;
+  };
+
+  Pair make_pair(int64_t b, int64_t g) const {
+    const Sequence& s = p_.sequences[static_cast<size_t>(b)];
+    const int64_t group = p_.head_offsets[static_cast<size_t>(g) + 1] - p_.head_offsets[static_cast<size_t>(g)];
+    Pair pair{b, g, s.q_length * group, 0, 0, 0};
+    if (pair.rows == 0) return pair;
+    pair.tiles = (pair.rows + kTile - 1) / kTile;
+    pair.first_block = live_keys(p_, s, 0).lo / kKeyBlock;
+    pair.end_block = (live_keys(p_, s, s.q_length - 1).hi + kKeyBlock - 1) / kKeyBlock;
+    return pair;
+  }
+
+  void pack(Block& block, float* rows, const Pair& pair, int64_t j) const {
+    const Sequence& s = p_.sequences[static_cast<size_t>(pair.sequence)];
+    packer_.widen_block(rows, p_.k, s, pair.head, j);
+    packer_.transpose(block.keys, rows, rows + kKeyBlock * dp_);
+    packer_.widen_block(rows, p_.v, s, pair.head, j);
+    block.values_finite = kernels_.is_finite(rows, kKeyBlock * dp_);
+    packer_.to_panels(block.values, rows, kKeyBlock);
+  }
+
+  void run_round(const std::vector<Pair>& pairs, int64_t num_blocks) {
+    if (pairs.empty()) return;
+    AlignedBuffer fresh;
+    char* base = thread_buffer<0>(num_blocks * block_floats_ * 4, fresh);
+    std::vector<Block> blocks(static_cast<size_t>(num_blocks));
+    std::vector<std::pair<int64_t, int64_t>> pack_tasks;  // pair, block
+    std::vector<std::pair<int64_t, int64_t>> tile_tasks;  // pair, tile
+    for (size_t i = 0; i < pairs.size(); ++i) {
+      for (int64_t j = pairs[i].first_block; pairs[i].packed >= 0 && j < pairs[i].end_block; ++j) {
+        pack_tasks.emplace_back(i, j);
+      }
+      // later tiles see more keys: first, so that no long task is left for the end
+      for (int64_t t = pairs[i].tiles - 1; t >= 0; --t) tile_tasks.emplace_back(i, t);
+    }
+    if (!pack_tasks.empty()) {
+      parallel_(static_cast<int64_t>(pack_tasks.size()), [&](int64_t begin, int64_t end) {
+        const FpIeeeScope ieee;
+        AlignedBuffer mine;
+        float* rows = reinterpret_cast<float*>(thread_buffer<1>(2 * kKeyBlock * dp_ * 4, mine));
+        for (int64_t i = begin; i < end; ++i) {
+          const auto [index, j] = pack_tasks[static_cast<size_t>(i)];
+          const Pair& pair = pairs[static_cast<size_t>(index)];
+          const int64_t at = pair.packed + j - pair.first_block;
+          Block& block = blocks[static_cast<size_t>(at)];
+          block.keys = reinterpret_cast<float*>(base) + at * block_floats_;
+          block.values = block.keys + round_up(p_.dim, 16) * kKeyBlock;
+          pack(block, rows, pair, j);
+        }
+      });
+    }
+    run_dynamic(static_cast<int64_t>(tile_tasks.size()), parallel_, [&](const std::function<int64_t()>& next) {
+      Arena measure(nullptr);
+      Memory(measure, p_.dim, dp_);
+      AlignedBuffer mine;
+      Arena arena(thread_buffer<1>(measure.used(), mine));
+      Memory memory(arena, p_.dim, dp_);
+      for (int64_t i = next(); i < static_cast<int64_t>(tile_tasks.size()); i = next()) {
+        const auto [index, tile] = tile_tasks[static_cast<size_t>(i)];
+        const Pair& pair = pairs[static_cast<size_t>(index)];
+        run_tile(pair, tile, pair.packed >= 0 ? &blocks[static_cast<size_t>(pair.packed)] : nullptr, memory);
+      }
+    });
+  }
+
+  void run_tile(const Pair& pair, int64_t tile, const Block* packed, Memory& w) {
+    const Sequence& s = p_.sequences[static_cast<size_t>(pair.sequence)];
+    const int64_t first_head = p_.head_offsets[static_cast<size_t>(pair.head)];
+    const int64_t group = p_.head_offsets[static_cast<size_t>(pair.head) + 1] - first_head;
+    const int64_t begin = pair.rows * tile / pair.tiles;
+    const int64_t rows = pair.rows * (tile + 1) / pair.tiles - begin;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t query = (begin + r) / group;
+      const int64_t head = first_head + (begin + r) % group;
+      packer_.widen(w.q + r * dp_, p_.q, Packer::at(p_.q, s.q_first + query, head));
+      w.live[r] = live_keys(p_, s, query);
+      w.m[r] = p_.sinks == nullptr ? -kInf : p_.sinks[head];
+      w.l[r] = w.m[r] > -kInf ? 1.0f : 0.0f;
+    }
+    std::memset(w.acc, 0, static_cast<size_t>(rows * dp_) * sizeof(float));
+    int64_t r0 = 0;  // rows [r0, r1) have a live key in block j
+    int64_t r1 = 0;
+    const int64_t end_block = (w.live[rows - 1].hi + kKeyBlock - 1) / kKeyBlock;
+    for (int64_t j = w.live[0].lo / kKeyBlock; j < end_block; ++j) {
+      const int64_t start = j * kKeyBlock;
+      while (r0 < rows && w.live[r0].hi <= start) ++r0;
+      while (r1 < rows && w.live[r1].lo < start + kKeyBlock) ++r1;
+      if (r0 >= r1) continue;
+      Block block{w.keys, w.values, true};
+      if (packed != nullptr) {
+        block = packed[j - pair.first_block];
+      } else {
+        pack(block, w.rows, pair, j);
+      }
+      step(block, start, r0, r1 - r0, w);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = (s.q_first + (begin + r) / group) * p_.heads + first_head + (begin + r) % group;
+      char* out = static_cast<char*>(result_.out) + row * p_.dim * size_of(result_.dtype);
+      loops_.store_f32(out, result_.dtype, w.acc + r * dp_, p_.dim, w.l[r], nullptr);
+      w.m[r] = w.m[r] + 0.0f;  // which zero is the maximum must not show
+      loops_.store_f32(result_.m + row, DType::kFloat32, w.m + r, 1, 1.0f, nullptr);
+      loops_.store_f32(result_.l + row, DType::kFloat32, w.l + r, 1, 1.0f, nullptr);
+    }
+  }
+
+  void step(const Block& block, int64_t start, int64_t r0, int64_t rows, Memory& w) {
+    for (int64_t r = r0; r < r0 + rows; ++r) {
+      w.lo[r] = static_cast<int32_t>(std::max<int64_t>(w.live[r].lo - start, 0));
+      w.hi[r] = static_cast<int32_t>(std::min(w.live[r].hi - start, kKeyBlock));
+    }
+    const int64_t lo = w.lo[r0];  // both ends ascend with the rows
+    const int64_t hi = w.hi[r0 + rows - 1];
+    float* scores = w.s + r0 * kKeyBlock;
+    {
+      const FpFlushScope flush(kernels_.hardware_flush);
+      kernels_.chains(w.q + r0 * dp_, dp_, 1, rows, block.keys, p_.dim * 16, p_.dim, scores, kKeyBlock, hi);
+    }
+    kernels_.softmax(scores, rows, w.lo + r0, w.hi + r0, p_.scale, p_.cap, w.m + r0, w.factor + r0);
+    {
+      const FpFlushScope flush(kernels_.hardware_flush);
+      masked_chains(kernels_, scores, kKeyBlock, 1, rows, w.lo + r0, w.hi + r0, block.values_finite, block.values,
+                    kKeyBlock * 16, w.partial + r0 * dp_, dp_);
+      kernels_.sums(scores, rows, lo, hi, w.sums + r0);
+    }
+    kernels_.rescale(w.acc + r0 * dp_, w.partial + r0 * dp_, rows, dp_, dp_, w.factor + r0);
+    kernels_.rescale(w.l + r0, w.sums + r0, rows, 1, 1, w.factor + r0);
+  }
+
+  const AttentionProblem& p_;
+  const AttentionResult& result_;
+  const AttentionKernels& kernels_;
+  const Loops& loops_;
+  const ParallelFor& parallel_;
+  Packer packer_;
+  int64_t dp_;
+  int64_t block_floats_;
+};
+
+class Backward {
+ public:
+  Backward(const AttentionProblem& problem, const AttentionGradients& gradients, const AttentionKernels& kernels,
+           const Loops& loops, const ParallelFor& parallel)
+      : p_(problem),
+        g_(gradients),
+        kernels_(kernels),
+        loops_(loops),
+        parallel_(parallel),
+        packer_(problem, loops),
+        dp_(Packer::padded(problem.dim)) {
+    for (const Schedule& program : *gradients.programs) {
+      direct_ = direct_ && program.num_inputs == 1;
+      first_output_.push_back(num_outputs_);
+      num_outputs_ += static_cast<int64_t>(program.outputs.size());
+    }
+  }
+
+  void run() {
+    // Per query head: dK and dV [S][H][D]; a KV head of one query head needs no fold.
+    AlignedBuffer parts;
+    if (direct_) {
+      dk_ = g_.dk;
+      dv_ = g_.dv;
+    } else {
+      const int64_t size = g_.num_keys * p_.heads * p_.dim;
+      parts = aligned_buffer(2 * size * 4);
+      dk_ = static_cast<float*>(parts.get());
+      dv_ = dk_ + size;
+    }
+    std::vector<std::pair<int64_t, int64_t>> tasks;  // sequence, query head
+    for (size_t b = 0; b < p_.sequences.size(); ++b) {
+      for (int64_t h = 0; h < p_.heads; ++h) tasks.emplace_back(b, h);
+    }
+    run_dynamic(static_cast<int64_t>(tasks.size()), parallel_, [&](const std::function<int64_t()>& next) {
+      AlignedBuffer mine;
+      for (int64_t i = next(); i < static_cast<int64_t>(tasks.size()); i = next()) {
+        const auto [b, h] = tasks[static_cast<size_t>(i)];
+        const Sequence& s = p_.sequences[static_cast<size_t>(b)];
+        Arena measure(nullptr);
+        Memory(measure, p_.dim, dp_, s.q_length);
+        Arena arena(thread_buffer<1>(measure.used(), mine));
+        Memory memory(arena, p_.dim, dp_, s.q_length);
+        run_head(s, h, memory);
+      }
+    });
+    if (!direct_) fold_heads();
+  }
+
+ private:
+  struct Memory {
+    Memory(Arena& arena, int64_t dim, int64_t dp, int64_t queries) {
+      q = arena.take<float>(queries * dp);
+      grad = arena.take<float>(queries * dp);
+      q_panels = arena.take<float>(queries * dp);
+      grad_panels = arena.take<float>(queries * dp);
+      dq = arena.take<float>(queries * dp);
+      m = arena.take<float>(queries);
+      w = arena.take<float>(queries);
+      d = arena.take<float>(queries);
+      live = arena.take<Live>(queries);
+      row = arena.take<float>(dp);
+      s = arena.take<float>(kQueryBlock * kKeyBlock);
+      dp_scores = arena.take<float>(kQueryBlock * kKeyBlock);
+      rows = arena.take<float>(2 * kKeyBlock * dp);
+      keys = arena.take<float>(kKeyBlock * dp);
+      keys_DK = arena.take<float>(round_up(dim, 16) * kKeyBlock);
+      values_DK = arena.take<float>(round_up(dim, 16) * kKeyBlock);
+      dk = arena.take<float>(kKeyBlock * dp);
+      dv = arena.take<float>(kKeyBlock * dp);
+      partial = arena.take<float>(kKeyBlock * dp);
+      lo = arena.take<int32_t>(kQueryBlock);
+      hi = arena.take<int32_t>(kQueryBlock);
+      first = arena.take<int32_t>(kKeyBlock);
+      end = arena.take<int32_t>(kKeyBlock);
+    }
+    float *q, *grad, *q_panels, *grad_panels, *dq, *m, *w, *d, *row, *s, *dp_scores, *rows, *keys, *keys_DK, *values_DK,
+        *dk, *dv, *partial;
+    Live* live;
+    int32_t *lo, *hi, *first, *end;
+  };
+
+  struct QueryBlock {
+    int64_t begin;  // queries
+    int64_t end;
+    bool q_finite;
+    bool grad_finite;
+  };
+
+  int64_t kv_head(int64_t head) const {
+    const auto& offsets = p_.head_offsets;
+    return std::upper_bound(offsets.begin(), offsets.end(), head) - offsets.begin() - 1;
+  }
+
+  void run_head(const Sequence& s, int64_t head, Memory& w) {
+    const int64_t g = kv_head(head);
+    const float sink = p_.sinks == nullptr ? -kInf : p_.sinks[head];
+    for (int64_t t = 0; t < s.q_length; ++t) {
+      const int64_t row = (s.q_first + t) * p_.heads + head;
+      packer_.widen(w.q + t * dp_, p_.q, Packer::at(p_.q, s.q_first + t, head));
+      packer_.widen(w.grad + t * dp_, *g_.grad_out, Packer::at(*g_.grad_out, s.q_first + t, head));
+      packer_.widen(w.row, *g_.out, Packer::at(*g_.out, s.q_first + t, head));
+      w.m[t] = g_.m[row];
+      w.w[t] = 1.0f / g_.l[row];
+      w.d[t] = kernels_.row_dot(w.grad + t * dp_, w.row, p_.dim);
+      w.live[t] = live_keys(p_, s, t);
+      if (g_.d_sink_rows != nullptr) {
+        const float p = kernels_.exp(sink - w.m[t]) * w.w[t];
+        g_.d_sink_rows[row] = sink > -kInf || sink != sink ? p * (0.0f - w.d[t]) : 0.0f;
+      }
+    }
+    std::memset(w.dq, 0, static_cast<size_t>(s.q_length * dp_) * sizeof(float));
+    const std::vector<QueryBlock> query_blocks = cut_queries(s, w);
+    for (int64_t j = 0; j * kKeyBlock < s.k_length; ++j) {
+      run_key_block(s, head, g, j, query_blocks, w);
+    }
+    for (int64_t t = 0; t < s.q_length; ++t) {
+      float* dq = g_.dq + ((s.q_first + t) * p_.heads + head) * p_.dim;
+      std::memcpy(dq, w.dq + t * dp_, static_cast<size_t>(p_.dim) * sizeof(float));
+    }
+  }
+
+  std::vector<QueryBlock> cut_queries(const Sequence& s, const Memory& w) const {
+    std::vector<QueryBlock> blocks;
+    // The first query of non-causal attention over fewer keys than queries stands at a negative position; blocks are
+    // counted from position 0, or from the first query if that is lower.
+    const int64_t first = std::max<int64_t>(0, s.k_length - s.q_length);
+    for (int64_t t = 0; t < s.q_length;) {
+      const int64_t position = first + t;
+      const int64_t end = std::min(s.q_length, t + kQueryBlock - position % kQueryBlock);
+      packer_.to_panels(w.q_panels + t * dp_, w.q + t * dp_, end - t);
+      packer_.to_panels(w.grad_panels + t * dp_, w.grad + t * dp_, end - t);
+      blocks.push_back({t, end, kernels_.is_finite(w.q + t * dp_, (end - t) * dp_),
+                        kernels_.is_finite(w.grad + t * dp_, (end - t) * dp_)});
+      t = end;
+    }
+    return blocks;
+  }
+
+  void run_key_block(const Sequence& s, int64_t head, int64_t g, int64_t j, const std::vector<QueryBlock>& query_blocks,
+                     Memory& w) {
+    const int64_t start = j * kKeyBlock;
+    const int64_t count = std::min(kKeyBlock, s.k_length - start);
+    const size_t bytes = static_cast<size_t>(kKeyBlock * dp_) * sizeof(float);
+    std::memset(w.dk, 0, bytes);
+    std::memset(w.dv, 0, bytes);
+    bool packed = false;
+    bool keys_finite = true;
+    for (const QueryBlock& block : query_blocks) {
+      // live rows [t0, t1): both ends of the live range ascend with the query
+      int64_t t0 = block.begin;
+      while (t0 < block.end && w.live[t0].hi <= start) ++t0;
+      int64_t t1 = block.end;
+      while (t1 > t0 && w.live[t1 - 1].lo >= start + kKeyBlock) --t1;
+      if (t0 >= t1) continue;
+      if (!packed) {
+        float* scratch = w.rows + kKeyBlock * dp_;
+        packer_.widen_block(w.rows, p_.v, s, g, j);
+        packer_.transpose(w.values_DK, w.rows, scratch);
+        packer_.widen_block(w.rows, p_.k, s, g, j);
+        packer_.transpose(w.keys_DK, w.rows, scratch);
+        packer_.to_panels(w.keys, w.rows, kKeyBlock);
+        keys_finite = kernels_.is_finite(w.rows, kKeyBlock * dp_);
+        packed = true;
+      }
+      step(block, t0, t1 - t0, start, count, keys_finite, w);
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t at = ((s.k_first + start + k) * p_.heads + head) * p_.dim;
+      std::memcpy(dk_ + at, w.dk + k * dp_, static_cast<size_t>(p_.dim) * sizeof(float));
+      std::memcpy(dv_ + at, w.dv + k * dp_, static_cast<size_t>(p_.dim) * sizeof(float));
+    }
+  }
+
+  void step(const QueryBlock& block, int64_t t0, int64_t rows, int64_t start, int64_t count, bool keys_finite,
+            Memory& w) {
+    for (int64_t k = 0; k < kKeyBlock; ++k) w.first[k] = w.end[k] = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      w.lo[r] = static_cast<int32_t>(std::max<int64_t>(w.live[t0 + r].lo - start, 0));
+      w.hi[r] = static_cast<int32_t>(std::min(w.live[t0 + r].hi - start, kKeyBlock));
+    }
+    // live queries of each key: [first, end)
+    int64_t entered = 0;
+    int64_t left = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      while (entered < rows && w.hi[entered] <= k) ++entered;
+      while (left < rows && w.lo[left] <= k) ++left;
+      w.first[k] = static_cast<int32_t>(entered);
+      w.end[k] = static_cast<int32_t>(std::max(left, entered));
+    }
+    const float* q = w.q + t0 * dp_;
+    const float* grad = w.grad + t0 * dp_;
+    {
+      const FpFlushScope flush(kernels_.hardware_flush);
+      const int64_t hi = w.hi[rows - 1];
+      kernels_.chains(q, dp_, 1, rows, w.keys_DK, p_.dim * 16, p_.dim, w.s, kKeyBlock, hi);
+      kernels_.chains(grad, dp_, 1, rows, w.values_DK, p_.dim * 16, p_.dim, w.dp_scores, kKeyBlock, hi);
+    }
+    kernels_.softmax_backward(w.s, w.dp_scores, rows, w.lo, w.hi, p_.scale, p_.cap, w.m + t0, w.w + t0, w.d + t0);
+    auto chains = [&](const float* a, int64_t a_row, int64_t a_step, int64_t n, const int32_t* lo, const int32_t* hi,
+                      bool finite, const float* b, int64_t b_panel) {
+      const FpFlushScope flush(kernels_.hardware_flush);
+      masked_chains(kernels_, a, a_row, a_step, n, lo, hi, finite, b, b_panel, w.partial, dp_);
+    };
+    // the live rows [t0, t0 + rows) of the block's panels
+    const int64_t b_panel = (block.end - block.begin) * 16;
+    const int64_t skipped = block.begin * dp_ + (t0 - block.begin) * 16;
+    chains(w.s, 1, kKeyBlock, count, w.first, w.end, block.grad_finite, w.grad_panels + skipped, b_panel);
+    loops_.add_leaf_f32(w.dv, w.partial, count * dp_);
+    chains(w.dp_scores, 1, kKeyBlock, count, w.first, w.end, block.q_finite, w.q_panels + skipped, b_panel);
+    loops_.add_leaf_f32(w.dk, w.partial, count * dp_);
+    chains(w.dp_scores, kKeyBlock, 1, rows, w.lo, w.hi, keys_finite, w.keys, kKeyBlock * 16);
+    loops_.add_leaf_f32(w.dq + t0 * dp_, w.partial, rows * dp_);
+  }
+
+  // dK, dV of a KV head = canonical tree over its query heads, key by key.
+  void fold_heads() {
+    const int64_t dim = p_.dim;
+    int64_t slots = 1;
+    for (const Schedule& program : *g_.programs) slots = std::max<int64_t>(slots, program.num_slots);
+    parallel_(g_.num_keys, [&](int64_t begin, int64_t end) {
+      const FpIeeeScope ieee;
+      std::vector<float> memory(static_cast<size_t>(slots * dim));
+      for (int64_t key = begin; key < end; ++key) {
+        for (size_t g = 0; g < g_.programs->size(); ++g) {
+          const int64_t head = p_.head_offsets[g];
+          fold((*g_.programs)[g], dk_ + (key * p_.heads + head) * dim, memory.data(),
+               g_.dk + (key * num_outputs_ + first_output_[g]) * dim);
+          fold((*g_.programs)[g], dv_ + (key * p_.heads + head) * dim, memory.data(),
+               g_.dv + (key * num_outputs_ + first_output_[g]) * dim);
+        }
+      }
+    });
+  }
+
+  void fold(const Schedule& program, const float* heads_HD, float* slots, float* out) const {
+    const int64_t dim = p_.dim;
+    for (const Step& step : program.steps) {
+      float* slot = slots + step.slot * dim;
+      if (step.kind == StepKind::kLoad) {
+        std::memcpy(slot, heads_HD + step.source * dim, static_cast<size_t>(dim) * sizeof(float));
+      } else if (step.kind == StepKind::kAdd) {
+        loops_.add_f32(slot, slot, slots + step.source * dim, dim);
+      } else {
+        std::memset(slot, 0, static_cast<size_t>(dim) * sizeof(float));
+      }
+    }
+    std::memcpy(out, slots, program.outputs.size() * static_cast<size_t>(dim) * sizeof(float));
+  }
+
+  const AttentionProblem& p_;
+  const AttentionGradients& g_;
+  const AttentionKernels& kernels_;
+  const Loops& loops_;
+  const ParallelFor& parallel_;
+  Packer packer_;
+  int64_t dp_;
+  bool direct_ = true;
+  std::vector<int64_t> first_output_;
+  int64_t num_outputs_ = 0;
+  float* dk_ = nullptr;
+  float* dv_ = nullptr;
+};
+
+}  // namespace
+
+void attention(const AttentionProblem& problem, const AttentionResult& result, const AttentionKernels& kernels,
+               const Loops& loops, const ParallelFor& parallel) {
+  Forward(problem, result, kernels, loops, parallel).run();
+}
+
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+                        const AttentionKernels& kernels, const Loops& loops, const ParallelFor& parallel) {
+  Backward(problem, gradients, kernels, loops, parallel).run();
+}
+
+const AttentionKernels& attention_kernels(const std::string& path) {
+  if (path == "portable") return *attention_portable();
+  if (path == "avx2" && attention_avx2() != nullptr) return *attention_avx2();
+  if ((path == "avx512f" || path == "avx512_bf16") && attention_avx512f() != nullptr) return *attention_avx512f();
+  throw std::invalid_argument("attention: no path '" + path + "' on this CPU");
+}
+
+}  // namespace tbik

@@ -1,0 +1,132 @@
+// Attention for CPUs, forward and backward: one algorithm for packed sequences and for paged keys (ORDER.md K).
+//
+//   s[t,k] = chain over d of q[t,d] k[k,d], * scale (, cap tanh(s / cap))     live keys k only
+//   out[t] = sum over blocks of 64 keys of (chain over live k of p[k] v[k]) / the same with v = 1,  p = exp(s - max)
+//
+// Suffixes: T query tokens, H query heads, S key tokens, G KV heads, D head_dim, Dp = D rounded up to 16, R rows of a
+// tile. Position = index in the sequence; the queries of a sequence are its last q_length positions. Torch-free.
+// Guarantees: deterministic, batch-invariant (a query's bits ignore the other rows, paging, chunking and threads),
+// layout-invariant over heads. Errors: std::invalid_argument.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "gemm.h"
+#include "kernels.h"
+#include "tree.h"
+
+namespace tbik {
+
+inline constexpr int64_t kKeyBlock = 64;    // keys of one block (ORDER.md K1)
+inline constexpr int64_t kQueryBlock = 64;  // query positions of one block of dK and dV (ORDER.md K3)
+inline constexpr int64_t kMaxHeadDim = 512;
+
+// What one instruction set provides; every table computes the same bits.
+struct AttentionKernels {
+  const char* name;
+  bool hardware_flush;  // `chains` and `sums` need FTZ and DAZ on; otherwise IEEE mode
+
+  // c[r][n] = chain over k of a[r * a_row + k * a_step] * b[n / 16][k][n % 16], without the final + 0.0; n < columns,
+  // rounded up to 16 (b and c reach that far). b: panels of 16 columns, `b_panel` floats apart. One of a_row and a_step
+  // is 1. Chain mode.
+  void (*chains)(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
+                 int64_t steps, float* c, int64_t c_row, int64_t columns);
+  // sum[r] = chain over k in [lo, hi) of p[r * 64 + k] * 1, without the final + 0.0. Chain mode.
+  void (*sums)(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* sum);
+
+  // The rest in IEEE mode, never fused. Live keys of row r in this block: [lo[r], hi[r]).
+  // s = raw chains; scores = s * scale (capped); m = max(m, scores); factor = exp(m_before - m); s = p = exp(s - m),
+  // +0 where masked.
+  void (*softmax)(float* s_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale, float cap, float* m,
+                  float* factor);
+  // acc[r] = acc[r] * factor[r] + (block[r] + 0.0), `columns` values per row
+  void (*rescale)(float* acc, const float* block, int64_t rows, int64_t columns, int64_t stride, const float* factor);
+  // s = raw chains of q k, dp = raw chains of dO v; s = p = exp(s - m) * w, dp = dS, both +0 where masked.
+  void (*softmax_backward)(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,
+                           float cap, const float* m, const float* w, const float* d);
+  // sum of x[i] * y[i] by the row rule (ORDER.md A9), n <= 512
+  float (*row_dot)(const float* x, const float* y, int64_t n);
+  float (*exp)(float x);
+  float (*log)(float x);
+  bool (*is_finite)(const float* x, int64_t n);
+};
+
+const AttentionKernels* attention_portable();
+const AttentionKernels* attention_avx2();
+const AttentionKernels* attention_avx512f();
+
+// [rows][heads][D] with any strides (in elements).
+struct HeadRows {
+  const void* data;
+  DType dtype;
+  int64_t stride_row;
+  int64_t stride_head;
+  int64_t stride_dim;
+};
+
+// Where key `position` of a sequence lies: packed, row first + position; paged, slot position % page of page
+// table[position / page].
+struct KeyRows {
+  HeadRows rows;
+  int64_t stride_page = 0;
+  int64_t page_size = 0;  // 0: packed
+};
+
+struct Sequence {
+  int64_t q_first;  // row of its first query
+  int64_t q_length;
+  int64_t k_first;  // packed: row of its first key
+  int64_t k_length;
+  const int32_t* pages;  // paged: its row of the block table
+};
+
+struct AttentionProblem {
+  std::vector<Sequence> sequences;
+  std::vector<int64_t> head_offsets;  // G + 1: KV head g serves the query heads [head_offsets[g], head_offsets[g + 1])
+  int64_t heads;
+  int64_t dim;
+  float scale;
+  float cap;  // 0: none
+  bool causal;
+  int64_t window;  // keys that a query sees at most on its left side, itself included; 0: all
+  HeadRows q;
+  KeyRows k;
+  KeyRows v;
+  const float* sinks;  // [H] or null
+};
+
+// out [T][H][D] in `dtype`; m, l fp32 [T][H]: the maximum and the sum of exponentials, contiguous.
+struct AttentionResult {
+  void* out;
+  DType dtype;
+  float* m;
+  float* l;
+};
+
+void attention(const AttentionProblem& problem, const AttentionResult& result, const AttentionKernels& kernels,
+               const Loops& loops, const ParallelFor& parallel);
+
+// programs[g]: folds dK, dV of KV head g's query heads (their number is the number of inputs), to a cover or the root.
+struct AttentionGradients {
+  const HeadRows* grad_out;
+  const HeadRows* out;
+  const float* m;
+  const float* l;
+  const std::vector<Schedule>* programs;
+  float* dq;           // fp32 [T][H][D]
+  float* dk;           // fp32 [S][C][D], C = outputs of all programs
+  float* dv;           // the same
+  float* d_sink_rows;  // fp32 [T][H] or null: what each row adds to dsinks
+  int64_t num_keys;    // S
+};
+
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+                        const AttentionKernels& kernels, const Loops& loops, const ParallelFor& parallel);
+
+// The attention path that belongs to a GEMM path.
+const AttentionKernels& attention_kernels(const std::string& path);
+
+}  // namespace tbik

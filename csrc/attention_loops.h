@@ -1,0 +1,153 @@
+// The element-wise part of attention: scores, softmax, rescaling, dS, row products. Included by each
+// attention_<isa>.cpp inside its own target region and namespace: one text, one copy per instruction set with internal
+// linkage. No include guard on purpose.
+//
+//   s = (chain + 0.0) * scale, then cap * tanh(s / cap)        p = exp(s - m)        dS = p * (dP - D) ... * scale
+//
+// Mode: IEEE (csrc/fpmode.h), nothing fused. A tile row has 64 keys; masked ones are selected away, never multiplied.
+// Guarantee: deterministic; a row's bits ignore the other rows (tests/test_attention.py).
+
+#include "convert_loops.h"
+#include "elementary.h"
+
+namespace {
+
+constexpr int kKeys = 64;
+
+inline float larger(float a, float b) { return a > b ? a : b; }  // b if one is NaN
+
+// s = scores, masked ones -inf; the result is their maximum, NaN if one of them is. Which zero wins cannot show:
+// exp(x - (+0)) = exp(x - (-0)).
+template <bool kCapped, bool kMasked>
+float score_row(float* s, int32_t first, int32_t end, float scale, float cap) {
+  float lane[16];
+  uint32_t nan[16] = {};
+  for (int j = 0; j < 16; ++j) lane[j] = -elementary::kInf;
+  for (int k = 0; k < kKeys; k += 16) {
+    for (int j = 0; j < 16; ++j) {
+      float x = (s[k + j] + 0.0f) * scale;
+      if constexpr (kCapped) x = cap * elementary::tanh(x / cap);
+      if constexpr (kMasked) x = (k + j >= first) & (k + j < end) ? x : -elementary::kInf;
+      s[k + j] = x;
+      lane[j] = larger(x, lane[j]);
+      nan[j] |= x != x ? 1u : 0u;
+    }
+  }
+  uint32_t any = 0;
+  for (int j = 0; j < 16; ++j) any |= nan[j];
+  for (int j = 0; j < 8; ++j) lane[j] = larger(lane[j], lane[j + 8]);
+  for (int j = 0; j < 4; ++j) lane[j] = larger(lane[j], lane[j + 4]);
+  const float highest = larger(larger(lane[0], lane[2]), larger(lane[1], lane[3]));
+  return any != 0 ? elementary::kNan : highest;
+}
+
+template <bool kMasked>
+void exp_row(float* s, int32_t first, int32_t end, float m) {
+  for (int k = 0; k < kKeys; ++k) {
+    const float p = elementary::exp(s[k] - m);
+    s[k] = !kMasked || ((k >= first) & (k < end)) ? p : 0.0f;
+  }
+}
+
+template <bool kCapped>
+void softmax_rows(float* s_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale, float cap, float* m,
+                  float* factor) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* s = s_RK + r * kKeys;
+    const bool masked = lo[r] > 0 || hi[r] < kKeys;
+    const float highest = (masked ? score_row<kCapped, true> : score_row<kCapped, false>)(s, lo[r], hi[r], scale, cap);
+    const float before = m[r];
+    const float now = before != before || highest != highest ? elementary::kNan : larger(before, highest);
+    m[r] = now;
+    factor[r] = before - now;
+    (masked ? exp_row<true> : exp_row<false>)(s, lo[r], hi[r], now);
+  }
+  for (int64_t r = 0; r < rows; ++r) factor[r] = elementary::exp(factor[r]);
+}
+
+void softmax(float* s_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale, float cap, float* m,
+             float* factor) {
+  (cap != 0.0f ? softmax_rows<true> : softmax_rows<false>)(s_RK, rows, lo, hi, scale, cap, m, factor);
+}
+
+void rescale(float* acc, const float* block, int64_t rows, int64_t columns, int64_t stride, const float* factor) {
+  for (int64_t r = 0; r < rows; ++r, acc += stride, block += stride) {
+    const float f = factor[r];
+    for (int64_t n = 0; n < columns; ++n) acc[n] = acc[n] * f + (block[n] + 0.0f);
+  }
+}
+
+template <bool kCapped>
+void softmax_backward_rows(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,
+                           float cap, const float* m, const float* w, const float* d) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* s = s_RK + r * kKeys;
+    float* dp = dp_RK + r * kKeys;
+    const int32_t first = lo[r];
+    const int32_t end = hi[r];
+    const float max = m[r];
+    const float weight = w[r];
+    const float mean = d[r];
+    for (int k = 0; k < kKeys; ++k) {
+      float x = (s[k] + 0.0f) * scale;
+      float t = 0.0f;
+      if constexpr (kCapped) {
+        t = elementary::tanh(x / cap);
+        x = cap * t;
+      }
+      const float p = elementary::exp(x - max) * weight;
+      float ds = p * ((dp[k] + 0.0f) - mean);
+      if constexpr (kCapped) ds = ds * (1.0f - t * t);
+      ds = ds * scale;
+      const bool live = (k >= first) & (k < end);
+      s[k] = live ? p : 0.0f;
+      dp[k] = live ? ds : 0.0f;
+    }
+  }
+}
+
+void softmax_backward(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,
+                      float cap, const float* m, const float* w, const float* d) {
+  (cap != 0.0f ? softmax_backward_rows<true> : softmax_backward_rows<false>)(s_RK, dp_RK, rows, lo, hi, scale, cap, m,
+                                                                             w, d);
+}
+
+// ORDER.md A9 for one block: 16 lanes, folded by the canonical tree over 16.
+float row_dot(const float* x, const float* y, int64_t n) {
+  float lane[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    for (int j = 0; j < 16; ++j) lane[j] = lane[j] + x[i + j] * y[i + j];
+  }
+  for (int j = 0; i + j < n; ++j) lane[j] = lane[j] + x[i + j] * y[i + j];
+  for (int step = 1; step < 16; step *= 2) {
+    for (int j = 0; j < 16; j += 2 * step) lane[j] = lane[j] + lane[j + step];
+  }
+  return lane[0];
+}
+
+bool is_finite(const float* x, int64_t n) {
+  uint32_t special = 0;
+  for (int64_t i = 0; i < n; ++i) special |= (bits(x[i]) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+  return special == 0;
+}
+
+float exp_one(float x) { return elementary::exp(x); }
+float log_one(float x) { return elementary::log(x); }
+
+constexpr AttentionKernels make_attention(const char* name, bool hardware_flush, decltype(AttentionKernels::chains) c,
+                                          decltype(AttentionKernels::sums) s) {
+  return {.name = name,
+          .hardware_flush = hardware_flush,
+          .chains = c,
+          .sums = s,
+          .softmax = softmax,
+          .rescale = rescale,
+          .softmax_backward = softmax_backward,
+          .row_dot = row_dot,
+          .exp = exp_one,
+          .log = log_one,
+          .is_finite = is_finite};
+}
+
+}  // namespace

@@ -1,0 +1,62 @@
+// Attention chains in plain C++: correct on any architecture, called in IEEE mode, the flush written out (ORDER.md A2).
+//
+//   c[r][n] = chain over k of a[r, k] * b[k, n]
+//
+// Bits: deterministic, batch-invariant; the reference for attention_avx2.cpp and attention_avx512f.cpp.
+#include <cmath>
+#include <cstdint>
+
+#include "attention.h"
+
+namespace tbik {
+namespace attention_plain {
+
+#include "attention_loops.h"
+namespace {
+
+inline float flush_input(float x) { return (bits(x) & 0x7f800000u) == 0 ? as_f32(bits(x) & 0x80000000u) : x; }
+
+// a, b, c already flushed.
+inline float flushed_fma(float a, float b, float c) {
+  const float r = std::fma(a, b, c);
+  const uint32_t magnitude = bits(r) & 0x7fffffffu;
+  if (magnitude > 0x00800000u || magnitude == 0) return r;
+  bool tiny = magnitude < 0x00800000u;
+  if (!tiny) {
+    const bool a_smaller = (bits(a) & 0x7fffffffu) <= (bits(b) & 0x7fffffffu);
+    const float small = a_smaller ? a : b;
+    const float large = a_smaller ? b : a;
+    const float s = std::fma(small * 0x1p64f, large, c * 0x1p64f);
+    tiny = std::fabs(s) < 0x1p-62f;
+  }
+  return tiny ? as_f32(bits(r) & 0x80000000u) : r;
+}
+
+void chain_tiles(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
+                 int64_t steps, float* c, int64_t c_row, int64_t columns) {
+  columns = (columns + 15) / 16 * 16;
+  for (int64_t r = 0; r < rows; ++r, a += a_row, c += c_row) {
+    for (int64_t n = 0; n < columns; ++n) c[n] = 0.0f;
+    for (int64_t k = 0; k < steps; ++k) {
+      const float av = flush_input(a[k * a_step]);
+      for (int64_t n = 0; n < columns; ++n)
+        c[n] = flushed_fma(av, flush_input(b[n / 16 * b_panel + k * 16 + n % 16]), c[n]);
+    }
+  }
+}
+
+void chain_sums(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* sum) {
+  for (int64_t r = 0; r < rows; ++r) {
+    sum[r] = 0.0f;
+    for (int64_t k = lo; k < hi; ++k) sum[r] = flushed_fma(flush_input(p_RK[r * kKeys + k]), 1.0f, sum[r]);
+  }
+}
+
+const AttentionKernels kKernels = make_attention("portable", false, chain_tiles, chain_sums);
+
+}  // namespace
+}  // namespace attention_plain
+
+const AttentionKernels* attention_portable() { return &attention_plain::kKernels; }
+
+}  // namespace tbik
