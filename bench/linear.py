@@ -13,7 +13,8 @@ rows in the batch, every path gives the same bits, and errors against exact sums
 
 On machines with AMX, stock torch multiplies bf16 on AMX tiles, whose accumulation order is not an ascending chain and
 cannot be made one. Therefore two baselines: torch as it comes, and torch without AMX (oneDNN limited by
-ONEDNN_MAX_CPU_ISA in a process of its own, in which ours runs too). fp32 uses neither.
+ONEDNN_MAX_CPU_ISA in a process of its own, in which ours runs too). fp32 uses neither. Where the CPU has no AMX the two
+are the same thing, and the second is left out (unless --baseline-isa asks for it).
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="time per cell that cheap cells fill with more pairs"
     )
-    parser.add_argument("--baseline-isa", default=NO_AMX, help="second baseline: ONEDNN_MAX_CPU_ISA, '' for none")
+    parser.add_argument(
+        "--baseline-isa", help=f"second baseline: ONEDNN_MAX_CPU_ISA, '' for none; by default {NO_AMX} if there is AMX"
+    )
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of one thread, on a busy machine"
     )
@@ -67,6 +70,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.clock == "cpu" and options.threads != 1:
         parser.error("--clock cpu counts the calling thread only; use --threads 1")
+    if options.baseline_isa is None:
+        options.baseline_isa = NO_AMX if "amx_bf16" in cpu()[1] else ""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     shapes = [tuple(int(part) for part in shape.split("x")) for shape in options.shapes]
@@ -219,21 +224,27 @@ def accuracy() -> dict[str, dict[str, float]]:
     return result
 
 
-def machine(options: argparse.Namespace) -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
+def cpu() -> tuple[str, set[str]]:
+    """Name and feature flags."""
+    name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     flags: set[str] = set()
     if info.exists():
         for line in info.read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
-                cpu = value.strip()
+                name = value.strip()
             if key.strip() == "flags":
                 flags = set(value.split())
+    return name, flags
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    name, flags = cpu()
     here = Path(__file__).resolve().parent
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
     return {
-        "cpu": cpu,
+        "cpu": name,
         "cpus": os.cpu_count(),
         "flags": sorted(flags & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}),
         "load": os.getloadavg()[0],

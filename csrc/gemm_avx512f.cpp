@@ -235,7 +235,8 @@ const ChainTable kF64 = {{TBIK_ROWS(chain_f64, 1), TBIK_ROWS(chain_f64, 2), TBIK
 #undef TBIK_ROWS
 
 const Loops kLoops = make_loops(transpose);
-const GemmKernels kKernels = {"avx512f", &kLoops, true, false, &kF32, &kF64, &kPair, nullptr, widen_pairs, widen_f16};
+const GemmKernels kKernels = {"avx512f", &kLoops, true,    false,       &kF32,    &kF64,
+                              &kPair,    nullptr, nullptr, widen_pairs, widen_f16};
 
 }  // namespace
 }  // namespace avx512f

@@ -29,9 +29,10 @@ struct Loops {
   void (*add_f64)(double* out, const double* left, const double* right, int64_t n);
   void (*add_wire)(float* out, const float* left, const float* right, int64_t n);
 
-  // left = left + (leaf + (+0.0)): a node whose right operand is a chain that was not yet finished.
-  void (*add_leaf_f32)(float* left, const float* leaf, int64_t n);
-  void (*add_leaf_f64)(double* left, const double* leaf, int64_t n);
+  // x_0 = x_0 + (x_1 + (... + (x_last + (+0.0)))): `count` - 1 >= 1 nodes, innermost first, in few passes; the
+  // + (+0.0) is for a chain that was not yet finished. The other arrays keep what they hold or take a partial sum.
+  void (*add_leaves_f32)(float* const* x, int count, int64_t n);
+  void (*add_leaves_f64)(double* const* x, int count, int64_t n);
 
   // x = x + (+0.0); _wire: x rounded to bf16 first.
   void (*finish_f32)(float* x, int64_t n);
@@ -60,6 +61,24 @@ struct ChainTable {
   ChainFn tile[3][kTileRows];
 };
 
+// For sets with too few registers for 64 columns of six rows: a run of B is dealt out to strips of 16 columns, one
+// after the other; a strip lies in one piece and stays in L1 while all tiles of a block pass over it.
+inline constexpr int kStrip = 16;        // fp32 columns
+inline constexpr int kStripSteps = 256;  // steps of a run at most: 16 KiB of fp32
+
+struct StripKernels {
+  // As ChainFn for `tiles` tiles of equal height, whose a and acc lie one behind the other; but b_KS: 16 values per
+  // step, acc_RS: row stride 16. One line of `ahead` per four steps.
+  using Fn = void (*)(const void* a_KR, const void* b_KS, int64_t steps, void* acc_RS, bool first, const void* ahead,
+                      int64_t tiles);
+  Fn tile[kTileRows];
+  // dst[s][k][i] = fp32 of src[k][16 s + i], s < strips, of a packed panel (row stride 64); pairs give two steps each;
+  // exact. No arithmetic: any mode.
+  void (*deal_f32)(float* dst_SKS, const float* src_KP, int64_t steps, int strips);
+  void (*deal_pairs)(float* dst_SKS, const uint32_t* src_KP, int64_t pairs, int strips);
+  void (*deal_f16)(float* dst_SKS, const uint16_t* src_KP, int64_t steps, int strips);
+};
+
 struct GemmKernels {
   const char* name;
   const Loops* loops;
@@ -70,6 +89,8 @@ struct GemmKernels {
   const ChainTable* f64;   // a fp64, b fp64; IEEE mode
   const ChainTable* pair;  // a fp32 (two values per step), b bf16 pairs: hi half first; null = widen first
   const ChainTable* dot;   // a bf16 pairs, b bf16 pairs: vdpbf16ps; null = use `pair` or `f32`
+
+  const StripKernels* strips;  // where three or more tiles share B (fp32, fp16, bf16); null = `f32`
 
   // dst[2k][p], dst[2k+1][p] = fp32 of the high, low half of src[k][p]; exact
   void (*widen_pairs)(float* dst_KP, const uint32_t* src_KP, int64_t pairs);

@@ -111,6 +111,21 @@ def test_verify_every_path_same_bits(dtype: torch.dtype) -> None:
             assert_bitwise_equal(out, whole[:m], f"{path} {dtype} M={m} N={n} K={k}")
 
 
+@pytest.mark.parametrize("dtype", list(NAMES))
+def test_verify_blocking_every_path(dtype: torch.dtype) -> None:
+    """Chains longer and shorter than a run, one and several row blocks, large and small blocks of A: the same bits."""
+    name = NAMES[dtype]
+    paths = [path for path in _C.cpu_paths() if path != "avx512_bf16" or name == "bfloat16"]
+    for m, n, k, leaves in ((100, 70, 1500, 2), (13, 81, 2100, 3), (210, 17, 160, 40), (31, 150, 700, 90)):
+        x, w = wide_exponents((m, k), dtype, seed=14), wide_exponents((n, k), dtype, seed=15)
+        flat = linear(x, w, 1, paths[-1])
+        whole = linear(x, w, leaves, paths[-1])
+        assert_bits_differ(whole, flat, f"{dtype} K={k}: tree and flat chain")
+        for path in paths[:-1]:
+            assert_bitwise_equal(linear(x, w, leaves, path), whole, f"{path} {dtype} M={m} N={n} K={k} L={leaves}")
+            assert_bitwise_equal(linear(x, w, 1, path), flat, f"{path} {dtype} M={m} N={n} K={k} L=1")
+
+
 @pytest.mark.parametrize(("path", "dtype"), PATHS)
 def test_verify_row_alone_equals_row_in_batch(path: str, dtype: torch.dtype) -> None:
     """A row's bits ignore the other rows, its position, and NaN or Inf in its neighbours."""
