@@ -23,6 +23,7 @@ Bits: those of the module before freeze() (tests/test_packing.py::test_verify_pa
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -64,6 +65,7 @@ class Packable(torch.nn.Module):
         return weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        _require_values(self)
         _unfreeze_own(self)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -144,8 +146,9 @@ def freeze(module: M, *, release: bool = False, allow_tied: bool = False) -> M:
 
     release: give the unpacked values back (memory = packs; else packs + weights). The values then come back only by
         load_state_dict, and unfreeze() is refused. Gradients go with the values; without release, unfreeze() brings
-        both back. .to(), .half() and so on raise at the released module: what comes before it in the tree has been
-        converted by then (torch goes module by module).
+        both back. .to(), .half() and so on are refused by `module` and all modules in it, before anything is
+        converted. A module that `module` is made a part of is not asked first: torch goes child by child, and what
+        comes before the released weight is converted when that raises. So release the outermost module.
     allow_tied: accept a weight that a module outside tbik.nn (an embedding) uses too. That module keeps the live
         parameter; the pack keeps the values of now.
     For inference: a forward that would need a gradient of x, a weight or a bias raises.
@@ -202,6 +205,9 @@ def freeze(module: M, *, release: bool = False, allow_tied: bool = False) -> M:
     if release:
         for _, frozen in _frozen_of(packables):
             frozen._original = None
+        for sub in module.modules():
+            if not isinstance(sub, Packable):
+                vars(sub)["_apply"] = functools.partial(_apply_if_not_released, sub)
     return module
 
 
@@ -211,15 +217,33 @@ def unfreeze(module: M) -> M:
     Errors: PlanError after freeze(release=True), before anything is changed.
     """
     _require_module("unfreeze", module)
-    packables = [sub for sub in module.modules() if isinstance(sub, Packable)]
-    for sub, frozen in _frozen_of(packables):
-        if frozen._original is None:
-            raise PlanError(
-                f"unfreeze: the weights of {type(sub).__name__} were released; bring them back by load_state_dict"
-            )
-    for sub in packables:
-        _unfreeze_own(sub)
+    _require_values(module)
+    for sub in module.modules():
+        if isinstance(sub, Packable):
+            _unfreeze_own(sub)
     return module
+
+
+def _require_values(module: torch.nn.Module) -> None:
+    """PlanError if a weight in `module` was released."""
+    for path, sub in module.named_modules():
+        if not isinstance(sub, Packable):
+            continue
+        for name, weight in sub._parameters.items():
+            if isinstance(weight, FrozenWeight) and weight._original is None:
+                where = ".".join(part for part in (path, name) if part)
+                raise PlanError(
+                    f"{where} ({type(sub).__name__}) was released; only load_state_dict brings its values back. "
+                    "Nothing was changed"
+                )
+
+
+def _apply_if_not_released(module: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    """Stands in an instance's `_apply`: torch converts child by child, so the tree is asked before the first."""
+    if recurse:
+        _require_values(module)
+        vars(module).pop("_apply", None)
+    return type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def _install(module: Packable, name: str, packs: dict[PackSpec, PackedWeight], tied: bool) -> Callable[[], object]:

@@ -462,6 +462,49 @@ def test_verify_released_weights() -> None:
     assert module[2].weight.isnan().all(), "a weight that the state dict lacks cannot pass for a loaded one"
 
 
+def test_verify_conversion_of_released_tree_is_atomic() -> None:
+    """.half(), .to(dtype) and so on ask the whole tree before the first module is converted."""
+
+    def build() -> torch.nn.Module:
+        inner = torch.nn.Sequential(torch.nn.LayerNorm(24), nn.Linear(24, 12, plan=PLAN), torch.nn.Linear(12, 12))
+        return torch.nn.Sequential(torch.nn.Embedding(5, 24), inner, torch.nn.BatchNorm1d(12)).eval()
+
+    module, tokens = build(), torch.tensor([1, 4, 2])
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = infer(module, tokens)
+    tbik.freeze(module, release=True)
+    copied = copy.deepcopy(module)
+    conversions: tuple[Callable[[torch.nn.Module], object], ...] = (
+        lambda m: m.half(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.double(),
+        lambda m: m.to("meta"),
+        lambda m: m.share_memory(),
+        tbik.unfreeze,
+    )
+    for convert in conversions:
+        for tree in (module, module[1], module[1][1], copied, copied[1]):
+            with pytest.raises(PlanError, match=r"weight \(Linear\) was released.*Nothing was changed"):
+                convert(tree)
+            for part in (module, copied):
+                assert {str(p.dtype) + str(p.device) for p in part.parameters()} == {"torch.float32cpu"}
+                assert all(b.dtype != torch.half for b in part.buffers())
+                assert_bitwise_equal(infer(part, tokens), expected, "unchanged")
+    module[0].half()  # beside the released weight
+    assert module[0].weight.dtype == torch.half
+    module[0].float()
+    module.load_state_dict(state)
+    assert_bitwise_equal(infer(module, tokens), expected, "loaded")
+    module.double()
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    module.float()
+    assert_bitwise_equal(infer(module, tokens), expected, "there and back")
+    with pytest.raises(PlanError, match="released"):
+        copied.half()
+    copy.deepcopy(module)
+    torch.save(module, io.BytesIO())
+
+
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
