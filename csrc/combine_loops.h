@@ -63,6 +63,11 @@ void add_wire(float* out, const float* left, const float* right, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = wire(left[i] + right[i]);
 }
 
+template <class T>
+void add_leaf(T* left, const T* leaf, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) left[i] = left[i] + (leaf[i] + T(0));
+}
+
 // A node is never -0 where + (+0.0) could matter: l + (r + 0.0) is not -0, so only the last array needs it.
 template <class T>
 void add_leaves(T* const* x, int count, int64_t n) {
@@ -80,11 +85,7 @@ void add_leaves(T* const* x, int count, int64_t n) {
     const T* __restrict c = x[2];
     for (int64_t i = 0; i < n; ++i) a[i] = a[i] + (b[i] + (c[i] + T(0)));
   }
-  if (last == 1) {
-    T* __restrict a = x[0];
-    const T* __restrict b = x[1];
-    for (int64_t i = 0; i < n; ++i) a[i] = a[i] + (b[i] + T(0));
-  }
+  if (last == 1) add_leaf(x[0], x[1], n);
 }
 
 template <class T>
@@ -160,6 +161,8 @@ constexpr Loops make_loops(void (*transpose)(uint32_t*, const void* const*, int6
           .add_f32 = add<float>,
           .add_f64 = add<double>,
           .add_wire = add_wire,
+          .add_leaf_f32 = add_leaf<float>,
+          .add_leaf_f64 = add_leaf<double>,
           .add_leaves_f32 = add_leaves<float>,
           .add_leaves_f64 = add_leaves<double>,
           .finish_f32 = finish<float>,

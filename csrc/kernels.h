@@ -29,8 +29,12 @@ struct Loops {
   void (*add_f64)(double* out, const double* left, const double* right, int64_t n);
   void (*add_wire)(float* out, const float* left, const float* right, int64_t n);
 
-  // x_0 = x_0 + (x_1 + (... + (x_last + (+0.0)))): `count` - 1 >= 1 nodes, innermost first, in few passes; the
-  // + (+0.0) is for a chain that was not yet finished. The other arrays keep what they hold or take a partial sum.
+  // left = left + (leaf + (+0.0)): a node whose right operand is a chain that was not yet finished.
+  void (*add_leaf_f32)(float* left, const float* leaf, int64_t n);
+  void (*add_leaf_f64)(double* left, const double* leaf, int64_t n);
+
+  // x_0 = x_0 + (x_1 + (... + (x_last + (+0.0)))): `count` - 1 >= 1 nodes, innermost first, in few passes. The other
+  // arrays keep what they hold or take a partial sum.
   void (*add_leaves_f32)(float* const* x, int count, int64_t n);
   void (*add_leaves_f64)(double* const* x, int count, int64_t n);
 
