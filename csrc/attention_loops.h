@@ -20,25 +20,23 @@ inline float larger(float a, float b) { return a > b ? a : b; }  // b if one is 
 // exp(x - (+0)) = exp(x - (-0)).
 template <bool kCapped, bool kMasked>
 float score_row(float* s, int32_t first, int32_t end, float scale, float cap) {
-  float lane[16];
-  uint32_t nan[16] = {};
-  for (int j = 0; j < 16; ++j) lane[j] = -elementary::kInf;
-  for (int k = 0; k < kKeys; k += 16) {
-    for (int j = 0; j < 16; ++j) {
-      float x = (s[k + j] + 0.0f) * scale;
-      if constexpr (kCapped) x = cap * elementary::tanh(x / cap);
-      if constexpr (kMasked) x = (k + j >= first) & (k + j < end) ? x : -elementary::kInf;
-      s[k + j] = x;
-      lane[j] = larger(x, lane[j]);
-      nan[j] |= x != x ? 1u : 0u;
-    }
+  for (int k = 0; k < kKeys; ++k) {
+    float x = (s[k] + 0.0f) * scale;
+    if constexpr (kCapped) x = cap * elementary::tanh(x / cap);
+    if constexpr (kMasked) x = (k >= first) & (k < end) ? x : -elementary::kInf;
+    s[k] = x;
   }
-  uint32_t any = 0;
-  for (int j = 0; j < 16; ++j) any |= nan[j];
-  for (int j = 0; j < 8; ++j) lane[j] = larger(lane[j], lane[j + 8]);
-  for (int j = 0; j < 4; ++j) lane[j] = larger(lane[j], lane[j + 4]);
-  const float highest = larger(larger(lane[0], lane[2]), larger(lane[1], lane[3]));
-  return any != 0 ? elementary::kNan : highest;
+  // As integers, whose maximum a compiler may reorder: negative numbers with their magnitude inverted ascend.
+  int32_t highest = INT32_MIN;
+  int32_t magnitude = 0;
+  for (int k = 0; k < kKeys; ++k) {
+    const int32_t b = static_cast<int32_t>(bits(s[k]));
+    const int32_t key = b ^ ((b >> 31) & 0x7fffffff);
+    highest = key > highest ? key : highest;
+    magnitude = (b & 0x7fffffff) > magnitude ? b & 0x7fffffff : magnitude;
+  }
+  const int32_t b = highest ^ ((highest >> 31) & 0x7fffffff);
+  return magnitude > 0x7f800000 ? elementary::kNan : as_f32(static_cast<uint32_t>(b));
 }
 
 template <bool kMasked>
