@@ -122,7 +122,7 @@ class Collectives::Flow {
   virtual size_t num_stages() const = 0;
   virtual const char* phase(size_t stage) const = 0;
   virtual void describe(size_t stage, int64_t segment, Part& part) const = 0;
-  virtual void fill(size_t /*stage*/, int64_t /*segment*/, const Io& /*io*/) {}
+  virtual void fill(size_t /*stage*/, int64_t /*segment*/, const Io& /*io*/, Part& /*part*/) {}
   // dest: where element 0 of the result would lie.
   virtual void drain(size_t stage, int64_t segment, const Io& io, std::byte* dest) = 0;
   virtual bool delivers() const { return true; }
@@ -136,6 +136,15 @@ class Collectives::Flow {
   void copy_in(const Io& io, int64_t offset, size_t i, int64_t element, int64_t count) const {
     if (count > 0) {
       std::memcpy(io.transport->outgoing() + offset, input(i, element), static_cast<size_t>(count * bytes_));
+    }
+  }
+  // `to` is of the caller's memory: lent to the wire, or copied into the message.
+  void bring(const Io& io, Piece& to, size_t i, int64_t element) const {
+    if (to.size == 0) return;
+    if (io.transport->lends()) {
+      to.at = input(i, element);
+    } else {
+      std::memcpy(io.transport->outgoing() + to.offset, input(i, element), static_cast<size_t>(to.size));
     }
   }
   void resize(Part& part) const {
@@ -180,8 +189,14 @@ class OneShot final : public Collectives::Flow {
       }
     }
   }
-  void fill(size_t, int64_t segment, const Io& io) override {
-    copy_in(io, 0, 0, segments.begin(segment), segments.size(segment));
+  void fill(size_t, int64_t segment, const Io& io, Part& part) override {
+    bool copied = false;  // one piece for all
+    for (int p = 0; p < world_.size; ++p) {
+      Piece& to = part.to[static_cast<size_t>(p)];
+      if (p == world_.rank || to.size == 0 || copied) continue;
+      bring(io, to, 0, segments.begin(segment));
+      copied = !io.transport->lends();
+    }
   }
   void drain(size_t stage, int64_t segment, const Io& io, std::byte* dest) override {
     if (!delivers()) return;
@@ -217,13 +232,12 @@ class TwoShot final : public Collectives::Flow {
       }
     }
   }
-  void fill(size_t stage, int64_t segment, const Io& io) override {
+  void fill(size_t stage, int64_t segment, const Io& io, Part& part) override {
     if (stage != 0) return;
     const Split chunks = split(segment);
     for (int p = 0; p < world_.size; ++p) {
       if (p == world_.rank) continue;
-      const int64_t begin = chunks.begin(p);
-      copy_in(io, begin * bytes_, 0, segments.begin(segment) + begin, chunks.size(p));
+      bring(io, part.to[static_cast<size_t>(p)], 0, segments.begin(segment) + chunks.begin(p));
     }
   }
   void drain(size_t stage, int64_t segment, const Io& io, std::byte* dest) override {
@@ -269,10 +283,10 @@ class Scatter final : public Collectives::Flow {
       part.from[static_cast<size_t>(p)] = piece(world_.rank * stride_, size(world_.rank, segment), bytes_);
     }
   }
-  void fill(size_t, int64_t segment, const Io& io) override {
+  void fill(size_t, int64_t segment, const Io& io, Part& part) override {
     for (int p = 0; p < world_.size; ++p) {
       if (p != world_.rank) {
-        copy_in(io, p * stride_, static_cast<size_t>(p), segments.begin(segment), size(p, segment));
+        bring(io, part.to[static_cast<size_t>(p)], static_cast<size_t>(p), segments.begin(segment));
       }
     }
   }
@@ -354,7 +368,7 @@ class TwoLevelScatter final : public Collectives::Flow {
           piece(cover_offset(node_), order_.covers[static_cast<size_t>(c)] * size(world_.rank, segment), acc_bytes_);
     }
   }
-  void fill(size_t stage, int64_t segment, const Io& io) override {
+  void fill(size_t stage, int64_t segment, const Io& io, Part& /*part*/) override {
     if (stage != 0) return;
     for (int p = 0; p < per_node_; ++p) {
       if (p == local_) continue;
@@ -471,12 +485,12 @@ class TwoLevel final : public Collectives::Flow {
       }
     }
   }
-  void fill(size_t stage, int64_t segment, const Io& io) override {
+  void fill(size_t stage, int64_t segment, const Io& io, Part& part) override {
     if (stage != 0) return;
     const Split chunks = split(segment);
     for (int p = 0; p < per_node_; ++p) {
       if (p == local_) continue;
-      copy_in(io, chunks.begin(p) * bytes_, 0, segments.begin(segment) + chunks.begin(p), chunks.size(p));
+      bring(io, part.to[static_cast<size_t>(node_ * per_node_ + p)], 0, segments.begin(segment) + chunks.begin(p));
     }
   }
   void drain(size_t stage, int64_t segment, const Io& io, std::byte* dest) override {
@@ -807,7 +821,7 @@ void Collectives::run(const Request& request) {
           continue;
         }
         flow->describe(static_cast<size_t>(s), k, part);
-        flow->fill(static_cast<size_t>(s), k, io);
+        flow->fill(static_cast<size_t>(s), k, io, part);
         where.phase = flow->phase(static_cast<size_t>(s));
         where.segment = k;
       }

@@ -482,11 +482,14 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
       options_(c10::make_intrusive<Options>("tbik", setup.timeout)),
       combine_(combine),
       info_(std::move(setup.info)) {
-  if ((setup.region == nullptr) == (worker_ == nullptr)) {
-    refuse("process group: expected a shared-memory region or a second gloo group, and not both");
+  if ((setup.region == nullptr && setup.sockets.empty()) == (worker_ == nullptr)) {
+    refuse("process group: expected a shared-memory region, sockets or a second gloo group, and not both");
   }
   std::unique_ptr<Transport> transport;
-  if (setup.region) {
+  if (!setup.sockets.empty()) {
+    transport = std::make_unique<TcpTransport>(std::move(setup.sockets), rank, setup.capacity, setup.region,
+                                               std::move(setup.local));
+  } else if (setup.region) {
     transport = std::make_unique<ShmTransport>(setup.region, rank, size);
   } else {
     transport = std::make_unique<GroupTransport>(worker_, setup.check);
@@ -513,6 +516,7 @@ std::string ProcessGroupTbik::transport() const { return engine_->transport->nam
 std::string ProcessGroupTbik::placement(int64_t bytes) const {
   return name_of(engine_->collectives.placement_for(Collective::kAllReduce, bytes));
 }
+std::vector<int64_t> ProcessGroupTbik::bytes_sent() const { return engine_->transport->bytes_sent(); }
 uint64_t ProcessGroupTbik::calls() const { return sequence_.load(); }
 
 void ProcessGroupTbik::setTimeout(Milliseconds timeout) {
@@ -630,7 +634,7 @@ void ProcessGroupTbik::stop_engine() {
 void ProcessGroupTbik::shutdown() {
   if (engine_->forked()) return;
   stop_engine();
-  if (auto* shm = dynamic_cast<ShmTransport*>(engine_->transport.get())) shm->leave();
+  engine_->transport->leave();
   for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
     if (backend) backend->shutdown();
   }
@@ -1183,7 +1187,7 @@ Settings settings_of(const std::string& placement, int node_size, int64_t one_sh
 }
 
 py::list dry_run_list(const std::string& collective, const std::string& placement, int world, int node_size,
-                      int64_t numel, int64_t element_bytes) {
+                      int64_t numel, int64_t element_bytes, int64_t segment_bytes, int64_t capacity) {
   Request request;
   request.collective = collective_of(collective);
   request.element = element_bytes == 8   ? Element::kFloat64
@@ -1195,7 +1199,7 @@ py::list dry_run_list(const std::string& collective, const std::string& placemen
   std::vector<Traffic> traffic;
   {
     const py::gil_scoped_release release;
-    traffic = dry_run(settings_of(placement, node_size, -1, kGlooMessage / 2), request, world, kGlooMessage);
+    traffic = dry_run(settings_of(placement, node_size, -1, segment_bytes), request, world, capacity);
   }
   py::list result;
   for (const Traffic& t : traffic) {
@@ -1229,13 +1233,17 @@ PYBIND11_MODULE(_C_dist, m) {
 
   py::class_<ProcessGroupTbik, c10::intrusive_ptr<ProcessGroupTbik>, c10d::Backend>(m, "ProcessGroupTbik")
       .def(py::init([](ProcessGroupTbik::BackendPtr movement, std::optional<ProcessGroupTbik::BackendPtr> worker,
-                       std::shared_ptr<tbik::ShmRegion> region, int rank, int size, std::chrono::milliseconds timeout,
+                       std::shared_ptr<tbik::ShmRegion> region, std::vector<int> sockets, std::vector<int> local,
+                       int64_t capacity, int rank, int size, std::chrono::milliseconds timeout,
                        const std::string& placement, int node_size, int64_t one_shot_bytes, int64_t segment_bytes,
                        bool check, py::object split, py::object cuda, std::string info) {
              ProcessGroupTbik::Setup setup;
              setup.movement = std::move(movement);
              if (worker) setup.worker = std::move(*worker);
              setup.region = std::move(region);
+             setup.sockets = std::move(sockets);
+             setup.local = std::move(local);
+             setup.capacity = capacity;
              setup.settings = tbik::settings_of(placement, node_size, one_shot_bytes, segment_bytes);
              setup.check = check;
              setup.timeout = timeout;
@@ -1244,17 +1252,21 @@ PYBIND11_MODULE(_C_dist, m) {
              setup.info = std::move(info);
              return c10::make_intrusive<ProcessGroupTbik>(rank, size, std::move(setup), combine);
            }),
-           py::kw_only(), py::arg("movement"), py::arg("worker"), py::arg("region"), py::arg("rank"), py::arg("size"),
-           py::arg("timeout"), py::arg("placement"), py::arg("node_size"), py::arg("one_shot_bytes"),
-           py::arg("segment_bytes"), py::arg("check"), py::arg("split"), py::arg("cuda"), py::arg("info"))
+           py::kw_only(), py::arg("movement"), py::arg("worker"), py::arg("region"), py::arg("sockets"),
+           py::arg("local"), py::arg("capacity"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+           py::arg("placement"), py::arg("node_size"), py::arg("one_shot_bytes"), py::arg("segment_bytes"),
+           py::arg("check"), py::arg("split"), py::arg("cuda"), py::arg("info"))
       .def_property_readonly("options", [](ProcessGroupTbik& group) { return group.getBackendOptions(); })
       .def_property_readonly("transport", &ProcessGroupTbik::transport)
       .def_property_readonly("calls", &ProcessGroupTbik::calls)
+      .def_property_readonly("bytes_sent", &ProcessGroupTbik::bytes_sent)
       .def_property_readonly("info", &ProcessGroupTbik::info)
       .def("placement", &ProcessGroupTbik::placement, py::arg("num_bytes"));
 
   m.def("dry_run", &tbik::dry_run_list, py::arg("collective"), py::arg("placement"), py::arg("world"),
-        py::arg("node_size"), py::arg("numel"), py::arg("element_bytes") = 4);
+        py::arg("node_size"), py::arg("numel"), py::arg("element_bytes") = 4,
+        py::arg("segment_bytes") = tbik::kGlooMessage / 2, py::arg("capacity") = tbik::kGlooMessage);
+  m.attr("FRAME_HEADER_BYTES") = tbik::TcpTransport::kHeaderBytes;
   m.def("host_identity", &tbik::host_identity);
   m.def("torch_version_built_against", [] { return std::string(TORCH_VERSION); });
 }

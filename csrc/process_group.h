@@ -8,8 +8,8 @@
 //   the rest               gloo, on the caller's thread
 //
 // A reduction runs on this group's worker thread, in call order; a blocking call with nothing queued before it runs on
-// the caller's thread. With a shared-memory region the worker uses that; otherwise a second gloo group, since gloo
-// matches calls of one group by their order, which two threads would mix up.
+// the caller's thread. Its bytes move over shared memory, over sockets of our own, or over a second gloo group (of its
+// own, since gloo matches calls of one group by their order, which two threads would mix up).
 // Dense CPU tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). A rank that
 // refuses a reduction raises at once; the others, if they make that call, get a DistBackendError that names it, and the
 // group stays usable. What Python or gloo refuse on one rank alone is no call of the group: the others wait for their
@@ -32,6 +32,7 @@
 
 #include "collective.h"
 #include "transport_shm.h"
+#include "transport_tcp.h"
 
 namespace tbik {
 
@@ -45,8 +46,11 @@ class ProcessGroupTbik final : public c10d::Backend {
 
   struct Setup {
     BackendPtr movement;                // gloo, for the caller's thread
-    BackendPtr worker;                  // gloo, for the worker thread; null with a region
+    BackendPtr worker;                  // gloo, for the worker thread; null with a region or sockets
     std::shared_ptr<ShmRegion> region;  // null without shared memory
+    std::vector<int> sockets;           // empty without; see TcpTransport
+    std::vector<int> local;             // the ranks that share `region`, where sockets reach the others
+    int64_t capacity = 0;               // bytes of a message, with sockets
     Settings settings;
     bool check = false;  // compare every call before its data moves (TBIK_CHECK=1)
     Milliseconds timeout{0};
@@ -61,6 +65,7 @@ class ProcessGroupTbik final : public c10d::Backend {
   const std::string getBackendName() const override { return "tbik"; }
   std::string transport() const;
   std::string placement(int64_t bytes) const;
+  std::vector<int64_t> bytes_sent() const;
   uint64_t calls() const;
   const std::string& info() const { return info_; }
 

@@ -42,8 +42,9 @@ struct Tag {
 };
 
 struct Piece {
-  int64_t offset = 0;
+  int64_t offset = 0;  // in the sender's message
   int64_t size = 0;
+  const std::byte* at = nullptr;  // where it lies instead, if the transport lends(); unchanged until exchange() returns
 };
 
 // One part of a round. to[p]: piece of this rank's message for rank p. from[p]: piece of p's message for this rank. The
@@ -77,6 +78,9 @@ class Transport {
   // Largest message in bytes. The same on all ranks.
   virtual int64_t capacity() const = 0;
   virtual std::byte* outgoing() = 0;
+
+  // Pieces may be sent from the caller's own memory (Piece::at), without a copy into outgoing().
+  virtual bool lends() const { return false; }
   virtual void exchange(const Tag& tag, const std::vector<Part>& parts, const Where& where) = 0;
   virtual const std::byte* incoming(int peer, size_t part) const = 0;
   virtual const Tag& tag(int peer) const = 0;
@@ -90,6 +94,12 @@ class Transport {
 
   // What this rank is doing, for the messages of others. At most 31 characters are kept.
   virtual void note(const char* /*activity*/) {}
+
+  // Peers that still wait for this rank learn that it has left, instead of waiting for their limit.
+  virtual void leave() {}
+
+  // Payload bytes that this rank has addressed to each rank; empty where nobody counts.
+  virtual std::vector<int64_t> bytes_sent() const { return {}; }
 
   void set_limit(std::chrono::nanoseconds limit) { limit_ = limit; }
   std::chrono::nanoseconds limit() const { return limit_; }

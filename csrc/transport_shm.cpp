@@ -146,11 +146,17 @@ uint64_t fork_generation() {
 
 std::string host_identity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(file, boot);
-  char space[128] = {};
-  if (boot.empty() || readlink("/proc/self/ns/pid", space, sizeof space - 1) < 0) return "";
-  return boot + " " + space;
+  std::string identity;
+  std::getline(file, identity);
+  if (identity.empty()) return "";
+  for (const char* name : {"/proc/self/ns/pid", "/proc/self/ns/net"}) {
+    char space[128] = {};
+    if (readlink(name, space, sizeof space - 1) < 0) return "";
+    identity += std::string(" ") + space;
+  }
+  char host[256] = {};
+  if (gethostname(host, sizeof host - 1) != 0) return "";
+  return identity + " " + host;
 }
 
 std::string describe(const Where& where, int rank, int size) {
@@ -276,8 +282,13 @@ ShmRegion::~ShmRegion() {
 
 // --- transport ----------------------------------------------------------------
 
-ShmTransport::ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world)
-    : Transport(rank, world), region_(std::move(region)), fork_generation_(fork_generation()) {
+ShmTransport::ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world, std::vector<int> shown,
+                           int shown_size)
+    : Transport(rank, world),
+      region_(std::move(region)),
+      fork_generation_(fork_generation()),
+      shown_(std::move(shown)),
+      shown_size_(shown_size) {
   const ShmRegion::Header* header = region_->header();
   if (rank < 0 || rank >= world || header->world != static_cast<uint32_t>(world)) {
     throw TransportError(TransportFailure::kMisuse, "shm: rank " + std::to_string(rank) + " of " +
@@ -336,22 +347,30 @@ std::string ShmTransport::last_seen(int peer) const {
   return text;
 }
 
+std::string ShmTransport::shown(int rank) const {
+  return std::to_string(shown_.empty() ? rank : shown_[static_cast<size_t>(rank)]);
+}
+
+std::string ShmTransport::here(const Where& where) const {
+  return describe(where, shown_.empty() ? rank_ : shown_[static_cast<size_t>(rank_)], shown_size_);
+}
+
 void ShmTransport::require_usable(const Where& where) {
   if (fork_generation_ != fork_generation()) {
     throw TransportError(TransportFailure::kMisuse,
-                         "shm: " + describe(where, rank_, size_) +
+                         "shm: " + here(where) +
                              ": this process was forked after the group was made; a group belongs to the process that "
                              "made it. Make a new group in the child");
   }
   const ShmRegion::Header* header = region_->header();
   if (header->abort_state.load(std::memory_order_acquire) == kAborted) {
     broken_ = true;
-    throw TransportError(TransportFailure::kAborted, "shm: " + describe(where, rank_, size_) + ": rank " +
+    throw TransportError(TransportFailure::kAborted, "shm: " + here(where) + ": rank " +
                                                          std::to_string(header->abort_rank) +
                                                          " has given up this group. It says: " + header->abort_reason);
   }
   if (broken_) {
-    throw TransportError(TransportFailure::kAborted, "shm: " + describe(where, rank_, size_) +
+    throw TransportError(TransportFailure::kAborted, "shm: " + here(where) +
                                                          ": an earlier call on this group failed here. Destroy the "
                                                          "group and make a new one");
   }
@@ -362,7 +381,7 @@ void ShmTransport::abort(const std::string& reason) {
   ShmRegion::Header* header = region_->header();
   uint32_t running = kRunning;
   if (header->abort_state.compare_exchange_strong(running, kWriting)) {
-    header->abort_rank = rank_;
+    header->abort_rank = shown_.empty() ? rank_ : shown_[static_cast<size_t>(rank_)];
     const size_t n = std::min(reason.size(), kReasonBytes - 1);
     std::memcpy(header->abort_reason, reason.data(), n);
     header->abort_reason[n] = 0;
@@ -411,9 +430,9 @@ void ShmTransport::wait_for(int peer, const Where& where) {
   }
   const uint64_t got = region_->message(peer, round_)->round;
   if (got != round_) {
-    fail(TransportFailure::kMisuse, describe(where, rank_, size_) + ": rank " + std::to_string(peer) +
-                                        " is at message " + std::to_string(got) + ", expected " +
-                                        std::to_string(round_) + "; the shared memory was written by someone else");
+    fail(TransportFailure::kMisuse, here(where) + ": rank " + shown(peer) + " is at message " + std::to_string(got) +
+                                        ", expected " + std::to_string(round_) +
+                                        "; the shared memory was written by someone else");
   }
 }
 
@@ -436,9 +455,9 @@ bool ShmTransport::sleep(int peer, const Where& where, Clock::time_point start) 
   const Clock::duration elapsed = Clock::now() - start;
   const auto context = [&] {
     const std::string last = last_seen(peer);
-    return describe(where, rank_, size_) + ": waited " + seconds(elapsed) + " (limit " +
+    return here(where) + ": waited " + seconds(elapsed) + " (limit " +
            seconds(std::chrono::duration_cast<Clock::duration>(limit_)) + ", the timeout of this call) for rank " +
-           std::to_string(peer) + ", expected its message " + std::to_string(round_) + ", got up to " +
+           shown(peer) + ", expected its message " + std::to_string(round_) + ", got up to " +
            std::to_string(round_ - (wanted - line->posted.load(std::memory_order_acquire))) +
            (last.empty() ? std::string() : "; it was last seen in '" + last + "'");
   };
@@ -446,7 +465,7 @@ bool ShmTransport::sleep(int peer, const Where& where, Clock::time_point start) 
   const uint32_t state = line->state.load(std::memory_order_acquire);
   if (state == kLeft) {
     if (arrived()) return true;  // it posted and left while we looked
-    fail(TransportFailure::kPeerGone, context() + ". Rank " + std::to_string(peer) +
+    fail(TransportFailure::kPeerGone, context() + ". Rank " + shown(peer) +
                                           " has left the group (destroyed or shut down). The ranks must make the same "
                                           "calls before they destroy a group");
   }
@@ -457,15 +476,14 @@ bool ShmTransport::sleep(int peer, const Where& where, Clock::time_point start) 
         stat.state == 0 || stat.state == 'Z' || stat.state == 'X' || stat.start_time != line->start_time.load();
     if (dead && !arrived()) {
       fail(TransportFailure::kPeerGone, context() + ". Its process " + std::to_string(pid) +
-                                            " is gone: look at the log of rank " + std::to_string(peer) +
+                                            " is gone: look at the log of rank " + shown(peer) +
                                             " and for the kernel's out-of-memory messages");
     }
     if (elapsed >= limit_ && !arrived()) {
       fail(TransportFailure::kTimeout,
            context() + ". Its process " + std::to_string(pid) +
                (stat.state == 'T' || stat.state == 't' ? " is stopped (SIGSTOP or a debugger)" : " lives") +
-               ": see what rank " + std::to_string(peer) +
-               " is doing; perhaps it makes other calls, or fewer, than this rank");
+               ": see what rank " + shown(peer) + " is doing; perhaps it makes other calls, or fewer, than this rank");
     }
   } else if (elapsed >= limit_ && !arrived()) {
     fail(TransportFailure::kTimeout, context() + ". It has not attached to the shared memory");

@@ -59,7 +59,10 @@ class ShmRegion {
 
 class ShmTransport final : public Transport {
  public:
-  ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world);
+  ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world)
+      : ShmTransport(std::move(region), rank, world, {}, world) {}
+  // The ranks are some of a larger group: shown[r] of shown_size is what messages call rank r.
+  ShmTransport(std::shared_ptr<ShmRegion> region, int rank, int world, std::vector<int> shown, int shown_size);
   ~ShmTransport() override;
 
   const char* name() const override { return "shm"; }
@@ -71,12 +74,13 @@ class ShmTransport final : public Transport {
   void abort(const std::string& reason) override;
   void note(const char* activity) override;
 
-  // Peers that still wait for this rank learn that it has left, instead of waiting for their limit.
-  void leave();
+  void leave() override;
+  void require_usable(const Where& where);  // Errors: TransportError if somebody has given up
 
  private:
   void wait_for(int peer, const Where& where);
-  void require_usable(const Where& where);
+  std::string here(const Where& where) const;
+  std::string shown(int rank) const;
   [[noreturn]] void fail(TransportFailure failure, const std::string& text);
   bool sleep(int peer, const Where& where, std::chrono::steady_clock::time_point start);
   std::string last_seen(int peer) const;
@@ -87,12 +91,16 @@ class ShmTransport final : public Transport {
   const std::vector<Part>* parts_ = nullptr;
   bool broken_ = false;
   uint64_t fork_generation_;
+  std::vector<int> shown_;
+  int shown_size_;
 };
 
 // Changes in every child process; what it inherited compares it.
 uint64_t fork_generation();
 
-// "<boot id> <pid namespace>": equal for two processes that can share memory and see each other's pids.
+// "<boot id> <pid namespace> <network namespace> <host name>": two processes for which it is equal run on one host, see
+// each other's pids and can share memory. Containers or namespaces that were given a network or a name of their own are
+// hosts of their own, on the same kernel too: between them only sockets are used.
 std::string host_identity();
 
 }  // namespace tbik

@@ -8,15 +8,21 @@
 the placement; the world size is in its bits. Layout-invariant results need covers (tbik.all_reduce) or leaves that are
 nodes of a larger tree: this backend alone does not make training or inference independent of the number of ranks.
 
-Transport, chosen when a group is made, by all ranks together, and never changed: shared memory where all ranks of the
-group run on one host, gloo otherwise. None of the settings below can change a bit; all ranks must have the same.
+Transport of the reductions, chosen when a group is made, by all ranks together, and never changed: shared memory where
+all ranks of the group run on one host, else "tcp+shm": shared memory between the ranks of a host, sockets of our own to
+the others ("tcp" where no host has several ranks, or shared memory cannot be made). Two ranks are of one host if boot
+id, pid namespace, network namespace and host name are equal *and* each rank has mapped the other's region and found its
+nonce there; so containers or namespaces with a network of their own count as hosts. None of the settings below can
+change a bit; all ranks must have the same.
 
-    TBIK_TRANSPORT   auto | shm | gloo             shm: refuse instead of falling back
+    TBIK_TRANSPORT   auto | shm | tcp | gloo       shm: refuse other hosts; tcp: no shared memory;
+                     gloo: by gloo's own connections (GLOO_DEVICE_TRANSPORT=TCP_TLS encrypts them), slower
     TBIK_PLACEMENT   auto | one_shot | two_shot | two_level
-    TBIK_NODE_SIZE   ranks per node (contiguous); by default what the host names say
+    TBIK_NODE_SIZE   ranks per node (contiguous) for two_level; by default what the hosts show if each has as many
     TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves; without it only
                      those of a group's first call, later ones together with the data. Ranks that disagree raise in
                      either case, and no input is changed
+    GLOO_SOCKET_IFNAME   the interface of gloo's connections and of ours
 
 CUDA tensors: moved by NCCL where torch has it; their reductions are refused (no kernel in this version).
 Errors: PlanError when a group is made on ranks that disagree; TransportError where a rank does not come; afterwards
@@ -34,28 +40,31 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from tbik import __version__, registration
+from tbik import __version__, registration, sockets
 from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.tree import ORDER_VERSION
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "shm", "gloo")
+TRANSPORTS = ("auto", "shm", "tcp", "gloo")
 PLACEMENTS = ("auto", "one_shot", "two_shot", "two_level")
 
 ONE_SHOT_BYTES = 64 * 1024
 """Largest message that placement "auto" sends to every rank."""
 
-SEGMENT_BYTES = {"shm": 1 << 18, "gloo": 4 << 20}
-"""What travels in one round of a large message: over shared memory it should stay in the caches."""
+SEGMENT_BYTES = {"shm": 1 << 18, "tcp+shm": 1 << 19, "tcp": 1 << 19, "gloo": 4 << 20}
+"""What travels in one round of a large message: it should stay in the caches."""
+
+SOCKET_MESSAGE_BYTES = 8 << 20
+"""Largest message of one rank in one round where no host has shared memory."""
 
 _REGION_BYTES = 32 << 20  # of shared memory per group, at most; two messages per rank
 _DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid", "nonce")
@@ -121,6 +130,77 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     return info | {"calls": backend.calls}
 
 
+def bytes_per_link(
+    collective: Literal["all_reduce", "reduce", "reduce_scatter_tensor"],
+    num_elements: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    world_size: int,
+    node_size: int = 0,
+    placement: str = "auto",
+    transport: str = "tcp+shm",
+) -> list[dict[str, int]]:
+    """What each rank would send in one call, without a group and without moving a byte.
+
+    num_elements: of the message of one rank (reduce_scatter_tensor: of its input). node_size: ranks per node, 0 = one
+    node. transport: as group_info names it; decides how a message is cut into segments.
+    Returns, per rank, payload bytes `within_node` and `between_nodes`, `largest_link` (payload to one rank) and
+    `rounds`: one frame to every peer in each, with a header of 88 bytes over sockets. Errors: PlanError.
+    """
+    if isinstance(num_elements, bool) or not isinstance(num_elements, int) or num_elements < 0:
+        raise PlanError(f"bytes_per_link: num_elements must be an integer >= 0, got {num_elements!r}")
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise PlanError(f"bytes_per_link: expected float32, float64, bfloat16 or float16, got {dtype}")
+    if world_size < 1 or node_size < 0 or (node_size > 0 and world_size % node_size):
+        raise PlanError(f"bytes_per_link: node_size must divide world_size {world_size}, got {node_size}")
+    if placement not in PLACEMENTS:
+        raise PlanError(f"bytes_per_link: placement must be one of {PLACEMENTS}, got {placement!r}")
+    if transport not in SEGMENT_BYTES:
+        raise PlanError(f"bytes_per_link: transport must be one of {tuple(SEGMENT_BYTES)}, got {transport!r}")
+    shared = transport in ("shm", "tcp+shm")
+    capacity = (
+        _region_capacity(world_size if transport == "shm" else node_size or 2) if shared else SOCKET_MESSAGE_BYTES
+    )
+    try:
+        rows: list[dict[str, int]] = _compiled().dry_run(
+            collective,
+            placement,
+            world_size,
+            node_size,
+            num_elements,
+            dtype.itemsize,
+            _segment_bytes(transport, world_size),
+            capacity,
+        )
+    except ValueError as error:
+        raise PlanError(f"bytes_per_link: {error}") from error
+    return rows
+
+
+def _segment_bytes(transport: str, size: int) -> int:
+    return max(SEGMENT_BYTES[transport] // (max(1, size // 2) if transport == "shm" else 1), 1 << 16)
+
+
+def _region_capacity(ranks: int) -> int:
+    """Bytes of a message in the shared memory of a host of so many ranks."""
+    return min(3 << 19, max(_REGION_BYTES // (2 * ranks), 1 << 17))
+
+
+def bytes_sent(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Payload bytes that this rank's reductions have sent to each rank of the group, by transports with sockets.
+
+    Errors: PlanError where the transport does not count (shm, gloo).
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise PlanError("tbik.backend.bytes_sent: there is no process group")
+    backend = _backend_of(group)
+    counted: list[int] = backend.bytes_sent
+    if not counted:
+        raise PlanError(f"tbik.backend.bytes_sent: the transport {backend.transport} does not count its bytes")
+    return counted
+
+
 def _backend_of(group: dist.ProcessGroup) -> Any:
     backend = group._get_backend(torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -150,13 +230,14 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     records = [json.loads(text) for text in texts]
     _require_same(records)
     hosts = [record["identity"] or f"rank {record['rank']}" for record in records]
-    region, reason = _region(compiled, store, rank, size, timeout, settings, hosts)
+    nodes = list(dict.fromkeys(hosts))
+    wires = _wires(compiled, store, rank, size, timeout, settings, hosts)
+    transport, reason = wires.name, wires.reason
     node_size = _node_size(settings, hosts)
     movement = dist.ProcessGroupGloo(PrefixStore("movement/", store), rank, size, timeout=timeout)
     worker = None
-    if region is None:
+    if transport == "gloo":
         worker = dist.ProcessGroupGloo(PrefixStore("reductions/", store), rank, size, timeout=timeout)
-    transport = "gloo" if region is None else "shm"
     info = {
         "world_size": size,
         "rank": rank,
@@ -168,19 +249,25 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         "tbik": __version__,
         "order_version": ORDER_VERSION,
         "torch": torch.__version__,
-        "ranks": [{key: record[key] for key in ("rank", "host", "pid")} for record in records],
+        "ranks": [
+            {key: record[key] for key in ("rank", "host", "pid")} | {"node": nodes.index(host)}
+            for record, host in zip(records, hosts, strict=True)
+        ],
     }
     backend = compiled.ProcessGroupTbik(
         movement=movement,
         worker=worker,
-        region=region,
+        region=wires.region,
+        sockets=wires.sockets,
+        local=wires.local,
+        capacity=wires.capacity,
         rank=rank,
         size=size,
         timeout=timeout,
         placement=settings.placement,
         node_size=node_size,
         one_shot_bytes=ONE_SHOT_BYTES,
-        segment_bytes=max(SEGMENT_BYTES[transport] // (max(1, size // 2) if region is not None else 1), 1 << 16),
+        segment_bytes=_segment_bytes(transport, size),
         check=settings.check,
         split=make,
         cuda=lambda: _nccl(store, rank, size, timeout),
@@ -199,38 +286,76 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return backend
 
 
-def _region(
+@dataclass
+class _Wires:
+    """What the reductions of a group move over; the name is the transport's."""
+
+    name: str
+    reason: str
+    region: Any = None
+    sockets: list[int] = field(default_factory=list)
+    local: list[int] = field(default_factory=list)
+    capacity: int = 0
+
+
+def _wires(
     compiled: Any, store: Any, rank: int, size: int, timeout: timedelta, settings: _Settings, hosts: list[str]
-) -> tuple[Any, str]:
-    """The shared-memory region that all ranks have attached, or None; and why. All ranks decide alike."""
+) -> _Wires:
+    """The regions that all ranks have attached and the sockets between hosts. All ranks decide alike."""
     if settings.transport == "gloo":
-        return None, "TBIK_TRANSPORT=gloo"
-    if len(set(hosts)) > 1:
-        reason = f"the ranks run on {len(set(hosts))} hosts"
-        if settings.transport == "shm":
-            raise PlanError(f"tbik: TBIK_TRANSPORT=shm, but {reason}")
-        return None, reason
-    region, failure = None, ""
+        return _Wires("gloo", "TBIK_TRANSPORT=gloo")
+    count = len(set(hosts))
+    if settings.transport == "shm" and count > 1:
+        raise PlanError(f"tbik: TBIK_TRANSPORT=shm, but the ranks run on {count} hosts")
+    reason = "TBIK_TRANSPORT=tcp" if settings.transport == "tcp" else f"the ranks run on {count} hosts"
+    largest = max(hosts.count(host) for host in hosts)
+    region, capacity = None, SOCKET_MESSAGE_BYTES
+    shared = settings.transport != "tcp" and (largest > 1 or size == 1)
+    if shared:
+        region, capacity, failures = _region(compiled, store, rank, size, timeout, hosts)
+        if failures and settings.transport == "shm":
+            raise TransportError("tbik: TBIK_TRANSPORT=shm, but " + "; ".join(failures))
+        if failures:
+            logger.warning("rank %d of %d: no shared memory, only sockets: %s", rank, size, "; ".join(failures))
+            shared, region, capacity, reason = False, None, SOCKET_MESSAGE_BYTES, failures[0]
+        elif count == 1:
+            return _Wires("shm", "all ranks on one host", region)
+    local = [r for r in range(size) if hosts[r] == hosts[rank]] if shared else [rank]
+    listener = sockets.Listener()
     try:
-        if rank == 0:
-            region = compiled.ShmRegion.create(size, min(3 << 19, max(_REGION_BYTES // (2 * size), 1 << 17)))
-        token = _publish(store, "region", rank, region.token if region is not None else None, timeout)
-        if rank != 0:
-            region = compiled.ShmRegion.attach(token, size)
-    except RuntimeError as error:
-        failure = f"rank {rank}: {error}"
-        if rank == 0:
-            _publish(store, "region", rank, "none", timeout)
+        offers = [json.loads(o) for o in _exchange(store, "offers", rank, size, json.dumps(listener.offer), timeout)]
+        peers = [r for r in range(size) if r not in local]
+        descriptors = sockets.connect(listener, offers, rank, peers, timeout.total_seconds())
+    finally:
+        listener.close()
+    name = "tcp+shm" if shared else "tcp"
+    return _Wires(name, reason, region, descriptors, local if region is not None else [], capacity)
+
+
+def _region(
+    compiled: Any, store: Any, rank: int, size: int, timeout: timedelta, hosts: list[str]
+) -> tuple[Any, int, list[str]]:
+    """This host's region (None where the rank is alone on its host), bytes of its messages, why ranks have none."""
+    local = [r for r in range(size) if hosts[r] == hosts[rank]]
+    # One capacity for all hosts: that of the fullest one.
+    capacity = _region_capacity(max(hosts.count(host) for host in hosts))
+    region, failure = None, ""
+    if len(local) > 1 or size == 1:
+        key, first = f"region/{local[0]}", rank == local[0]
+        try:
+            if first:
+                region = compiled.ShmRegion.create(len(local), capacity)
+            token = _publish(store, key, rank, region.token if region is not None else None, timeout)
+            if not first:
+                region = compiled.ShmRegion.attach(token, len(local))
+        except RuntimeError as error:
+            failure = f"rank {rank}: {error}"
+            if first:
+                _publish(store, key, rank, "none", timeout)
     answers = _exchange(store, "attached", rank, size, failure, timeout)
     if region is not None:
         region.close_file()
-    failures = [answer for answer in answers if answer]
-    if not failures:
-        return region, "all ranks on one host"
-    if settings.transport == "shm":
-        raise TransportError("tbik: TBIK_TRANSPORT=shm, but " + "; ".join(failures))
-    logger.warning("rank %d of %d: no shared memory, reductions go over gloo: %s", rank, size, "; ".join(failures))
-    return None, failures[0]
+    return region, capacity, [answer for answer in answers if answer]
 
 
 def _node_size(settings: _Settings, hosts: list[str]) -> int:

@@ -28,6 +28,7 @@ Examples:
   tbik verify --model CHECKPOINT --tp 1,2,4 --json result.json
   tbik verify --model random:qwen3 --tp 1,2,4,8        no tokenizer, seconds
   tbik doctor --model CHECKPOINT --tp 1,2,4            how it would be sharded
+  torchrun --nproc-per-node 4 -m tbik doctor --group   who is where, over which transport
 """
 
 app = typer.Typer(
@@ -140,13 +141,27 @@ def demo(
 def doctor(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP + " Prints its shards.")] = None,
     tp: Annotated[str, typer.Option(help="Tensor-parallel sizes for --model.")] = "1,2,4,8",
+    group: Annotated[
+        bool, typer.Option("--group", help="Make a group of all ranks that torchrun or mpiexec started, and show it.")
+    ] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for a rank, with --group.")] = 60.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="With --group: write the result here.")] = None,
 ) -> None:
-    """What is installed, and how a model would be sharded.
+    """What is installed, how a model would be sharded, or what group the ranks of a job form.
+
+    With --group, exit status 2 and a message that names the ranks where one does not come or disagrees.
 
     \b
-    Example:
+    Examples:
       tbik doctor --model smollm2 --tp 1,2,3,9
+      tbik doctor --group                                  this process alone
+      torchrun --nproc-per-node 4 -m tbik doctor --group --json group.json
     """
+    if group:
+        _print_group(None if model is None else _plan(model, _integers("--tp", tp)), timeout_s, json_file)
+        return
+    if json_file is not None:
+        raise PlanError("doctor: --json belongs to --group")
     healthy = _print_installation()
     if model is not None:
         _print_shards(model, _integers("--tp", tp))
@@ -322,6 +337,42 @@ def _add_kernels(table: Table) -> bool:
     verdict = "matches" if matches else f"DOES NOT MATCH torch {running}; build again"
     table.add_row("built for", f"torch {built}, {verdict}")
     return matches
+
+
+def _plan(model: str, tp_sizes: Sequence[int]) -> TreePlan:
+    from tbik.plan import ModelShape
+
+    return TreePlan.for_model(ModelShape.from_config(_resolve(model)), tp_sizes)
+
+
+def _print_group(plan: TreePlan | None, timeout_s: float, json_file: Path | None) -> None:
+    """Every rank takes part; rank 0 prints."""
+    from tbik import doctor
+
+    report = doctor.inspect_group(plan, timeout_s)
+    if report is None:  # not rank 0
+        return
+    table = Table(title=f"group of {report['world_size']}, started by {report['started_by']}")
+    for name in ("rank", "host", "pid", "node", "threads", "cpu path"):
+        table.add_column(name, justify="right" if name in ("rank", "pid", "node", "threads") else "left")
+    for row in report["ranks"]:
+        table.add_row(*(str(row[key]) for key in ("rank", "host", "pid", "node", "threads", "cpu_path")))
+    out.print(table)
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    facts.add_column()
+    facts.add_row("tbik, torch", f"{report['tbik']}, ORDER_VERSION {report['order_version']}; {report['torch']}")
+    facts.add_row("transport", f"{report['transport']} ({report['reason']})")
+    size = f"{report['node_size']} ranks" if report["node_size"] else "one node"
+    facts.add_row("node size", f"{size} ({report['nodes']} hosts)")
+    facts.add_row("placement", f"{report['placement']}: " + "; ".join(report["placements"]))
+    facts.add_row("plan", "none (--model CHECKPOINT compares one)" if plan is None else report["plan"])
+    facts.add_row("timeout", f"{report['timeout_s']:.1f} s")
+    facts.add_row("all-reduce", f"bits as the oracle's on all ranks, {report['all_reduce_us']:.0f} us for 4 KiB")
+    out.print(facts)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+        out.print(f"result: {json_file}")
 
 
 def _print_shards(model: str, tp_sizes: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """The "tbik" backend: bits against the oracle, what the users of torch.distributed call, and failures.
 
-Ranks are processes of tests/spawn.py, in groups of the tbik backend over shared memory ("shm") and over gloo ("gloo").
+Ranks are processes of tests/spawn.py, in groups of the tbik backend over shared memory ("shm"),
+sockets ("tcp") and gloo ("gloo"). Both at once need hosts: tests/test_two_hosts.py, tests/test_transport.cpp.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cases import wide_exponents
 from spawn import Pool, RankDied
 from torch import Tensor, nn
 
-from tbik import reference, tree
+from tbik import PlanError, reference, tree
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -43,8 +44,9 @@ SETTINGS = {
     "shm, one_shot": {"TBIK_TRANSPORT": "shm", "TBIK_PLACEMENT": "one_shot"},
     "shm, two_shot": {"TBIK_TRANSPORT": "shm", "TBIK_PLACEMENT": "two_shot"},
     "shm, two_level": {"TBIK_TRANSPORT": "shm", "TBIK_PLACEMENT": "two_level", "TBIK_NODE_SIZE": "2"},
+    "tcp": {"TBIK_TRANSPORT": "tcp"},
+    "tcp, two_level": {"TBIK_TRANSPORT": "tcp", "TBIK_PLACEMENT": "two_level", "TBIK_NODE_SIZE": "3"},
     "gloo": {"TBIK_TRANSPORT": "gloo"},
-    "gloo, two_level": {"TBIK_TRANSPORT": "gloo", "TBIK_PLACEMENT": "two_level", "TBIK_NODE_SIZE": "3"},
 }
 
 
@@ -55,7 +57,7 @@ def nine(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield pool
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
+@pytest.fixture(scope="module", params=["shm", "tcp", "gloo"])
 def four(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Four ranks whose default group is of the tbik backend."""
     with Pool(4, backend="tbik", environment=SETTINGS[request.param]) as pool:
@@ -693,21 +695,66 @@ def test_disagreement_is_refused_on_all_ranks(name: str, values: list[str], mess
 
 def test_two_level_puts_one_eighth_on_the_network() -> None:
     """64 nodes x 8 ranks: between nodes, n/8 per rank out in each of the two phases; flat two_shot: almost 2n."""
-    from tbik import _C_dist
+    from tbik.backend import bytes_per_link
 
     n = 1 << 22
     num_bytes = 4 * n
-    rows = _C_dist.dry_run("all_reduce", "two_level", 512, 8, n)
+    rows = bytes_per_link("all_reduce", n, world_size=512, node_size=8)
     assert all(row["between_nodes"] <= 2 * num_bytes / 8 * 1.02 for row in rows)
     assert min(row["between_nodes"] for row in rows) > 2 * num_bytes / 8 * 63 / 64 * 0.95
-    flat = _C_dist.dry_run("all_reduce", "two_shot", 512, 8, n)
+    flat = bytes_per_link("all_reduce", n, world_size=512, node_size=8, placement="two_shot")
     assert min(row["between_nodes"] for row in flat) > 1.9 * num_bytes
-    scattered = _C_dist.dry_run("reduce_scatter_tensor", "two_level", 512, 8, n)
+    scattered = bytes_per_link("reduce_scatter_tensor", n, world_size=512, node_size=8, placement="two_level")
     assert {row["between_nodes"] for row in scattered} == {num_bytes // 8 * 63 // 64}
-    flat = _C_dist.dry_run("reduce_scatter_tensor", "two_shot", 512, 8, n)
+    flat = bytes_per_link("reduce_scatter_tensor", n, world_size=512, node_size=8, placement="two_shot")
     assert {row["between_nodes"] for row in flat} == {num_bytes // 64 * 63}
-    reduced = _C_dist.dry_run("reduce", "two_level", 512, 8, n)
+    reduced = bytes_per_link("reduce", n, world_size=512, node_size=8, placement="two_level")
     assert max(row["between_nodes"] for row in reduced) <= (num_bytes / 8 + num_bytes / 512) * 1.02
+    with pytest.raises(PlanError, match="node_size must divide world_size 512, got 7"):
+        bytes_per_link("all_reduce", n, world_size=512, node_size=7)
+
+
+def moved_and_predicted(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
+    """(what, bytes that the sockets took, bytes that the dry run says) for calls of this group."""
+    from tbik.backend import bytes_per_link, bytes_sent, group_info
+
+    world, rank = group.size(), group.rank()
+    node_size = group_info(group)["node_size"]
+    placement = group_info(group)["placement"]
+    result = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (0, 5, 4096, 70_001, LARGE):
+            for collective in ("all_reduce", "reduce_scatter_tensor"):
+                count = size if collective == "all_reduce" else size // world * world
+                x = torch.ones(count, dtype=dtype)
+                before = sum(bytes_sent(group))
+                if collective == "all_reduce":
+                    dist.all_reduce(x, group=group)
+                else:
+                    dist.reduce_scatter_tensor(torch.empty(count // world, dtype=dtype), x, group=group)
+                moved = sum(bytes_sent(group)) - before
+                row = bytes_per_link(
+                    collective,  # type: ignore[arg-type]
+                    count,
+                    dtype,
+                    world_size=world,
+                    node_size=node_size,
+                    placement=placement,
+                    transport="tcp",
+                )[rank]
+                result.append(
+                    (f"{collective} {dtype} {size} {placement}", moved, row["within_node"] + row["between_nodes"])
+                )
+    return result
+
+
+@pytest.mark.parametrize("settings", ["tcp", "tcp, two_level"])
+def test_verify_dry_run_equals_the_bytes_that_move(settings: str) -> None:
+    with Pool(6, backend="tbik", environment=SETTINGS[settings]) as pool:
+        for rows in pool.run(moved_and_predicted, 6):
+            assert any(moved > 1_000_000 for _, moved, _ in rows)
+            for what, moved, predicted in rows:
+                assert moved == predicted, (what, moved, predicted)
 
 
 # --- failures ----------------------------------------------------------------
@@ -738,7 +785,7 @@ def fail_at(group: dist.ProcessGroup, kind: str, culprit: int) -> tuple[float, s
 
 
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "missing", "mismatched"])
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 def test_verify_failed_call_leaves_input_unchanged(transport: str, kind: str) -> None:
     """Error within the limit + 1 s on every live rank, naming the culprit (shared memory), the input as it was."""
     culprit = 1
@@ -753,7 +800,7 @@ def test_verify_failed_call_leaves_input_unchanged(transport: str, kind: str) ->
         seconds, text, unchanged = outcome.value
         assert text != "no error" and unchanged, text
         assert seconds < LIMIT_S + 1, text
-        if transport == "shm" or kind == "mismatched":
+        if transport != "gloo" or kind == "mismatched":
             assert f"rank {culprit}" in text, text
     if kind in ("SIGKILL", "SIGSTOP"):
         assert isinstance(outcomes[culprit].error, RankDied)

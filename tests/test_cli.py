@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +97,98 @@ def test_verify_doctor_shows_paths_and_shards(
     for named in (__version__, "cpu paths", "portable", "matches", "gloo", "8 query heads", "0..256", "vocab rows"):
         assert named in text
     assert call(monkeypatch, "doctor", "--model", folder, "--tp", "16") == 2
+
+
+GROUP = [sys.executable, "-m", "tbik", "doctor", "--group"]
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    return os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.multiprocess
+def test_verify_doctor_shows_the_group(tmp_path: Path, folder: Path) -> None:
+    """Three ranks as torchrun starts them; rank 0 prints who is where and writes it as JSON."""
+    port, file = free_port(), tmp_path / "group.json"
+    words = [*GROUP, "--timeout", "60", "--json", str(file), "--model", str(folder), "--tp", "1,2"]
+    ranks = [
+        subprocess.Popen(
+            words, env=rank_environment(r, 3, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(3)
+    ]
+    results = [process.communicate(timeout=150) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], results
+    assert results[1][0] == results[2][0] == ""
+    for named in (
+        "group of 3, started by torchrun",
+        "transport",
+        "one_shot up to 65536 bytes",
+        "plan",
+        "60.0 s",
+        "shm",
+    ):
+        assert named in results[0][0], results[0][0]
+    report = json.loads(file.read_text())
+    assert [row["rank"] for row in report["ranks"]] == [0, 1, 2]
+    assert [row["pid"] for row in report["ranks"]] == [process.pid for process in ranks]
+    assert report["transport"] == "shm" and report["nodes"] == 1 and report["timeout_s"] == 60
+
+
+@pytest.mark.multiprocess
+def test_verify_doctor_shows_a_process_alone() -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(GROUP, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and "group of 1, started by nobody" in done.stdout, done.stderr
+
+
+@pytest.mark.multiprocess
+def test_verify_doctor_names_the_rank_that_does_not_come() -> None:
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [*GROUP, "--timeout", "5"],
+            env=rank_environment(r, 3, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in (0, 2)
+    ]
+    results = [process.communicate(timeout=150) for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], results
+    for _, errors in results:
+        assert "waited 5.0 s for rank [1]" in errors and "Traceback" not in errors, errors
+
+
+@pytest.mark.multiprocess
+def test_verify_doctor_refuses_ranks_that_disagree() -> None:
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [*GROUP, "--timeout", "60"],
+            env=rank_environment(r, 2, port) | {"TBIK_PLACEMENT": placement},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r, placement in enumerate(("one_shot", "two_shot"))
+    ]
+    results = [process.communicate(timeout=150) for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], results
+    assert all("placement: one_shot on ranks [0]; two_shot on ranks [1]" in errors for _, errors in results), results
 
 
 def test_verify_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
-// The shared-memory transport and the collectives above it, without torch: ranks as threads (for sanitizers) and as
-// forked processes (for faults). Run by tests/test_transport.py, which builds it three times: plain, thread and address
-// sanitizer. Every failure prints a line and ends the program with status 1.
+// The transports over shared memory and sockets and the collectives above them, without torch: ranks as threads (for
+// sanitizers) and as forked processes (for faults). Run by tests/test_transport.py, which builds it three times: plain,
+// thread and address sanitizer. Every failure prints a line and ends the program with status 1.
 //
-//   test_transport bits [seed]      every placement, op and element type against a recursive fold
+//   test_transport bits [seed]      every placement, op and element type against a recursive fold, over every transport
 //   test_transport processes        attach by token in forked ranks; no name in /dev/shm, no file left open
-//   test_transport faults N [seed]  N times each of SIGKILL, SIGSTOP, missing participant, mismatched count
+//   test_transport faults N [seed] [shm|tcp|tcp+shm]
+//                                   N times each of SIGKILL, SIGSTOP, missing participant, mismatched count
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -25,6 +27,7 @@
 
 #include "collective.h"
 #include "transport_shm.h"
+#include "transport_tcp.h"
 
 namespace tbik {
 
@@ -226,15 +229,78 @@ Bytes random_values(const Case& c, uint64_t seed) {
 
 // --- ranks ----------------------------------------------------------------
 
+enum class Wires { kShm, kTcp, kBoth };
+
+const char* name_of(Wires wires) { return wires == Wires::kShm ? "shm" : wires == Wires::kTcp ? "tcp" : "tcp+shm"; }
+
+// What the ranks of one group need, made before they are started. kBoth: "hosts" of two ranks, the last perhaps of one.
+struct Group {
+  Group(Wires wires, int world, int64_t capacity) : wires(wires), world(world), capacity(capacity) {
+    if (wires == Wires::kShm) regions.push_back(ShmRegion::create(world, capacity));
+    for (int host = 0; wires == Wires::kBoth && host * 2 < world; ++host) {
+      const int ranks = std::min(2, world - host * 2);
+      regions.push_back(ranks > 1 ? ShmRegion::create(ranks, capacity) : nullptr);
+    }
+    ends.assign(static_cast<size_t>(world), std::vector<int>(static_cast<size_t>(world), -1));
+    for (int p = 0; p < world; ++p) {
+      for (int q = p + 1; q < world && wires != Wires::kShm; ++q) {
+        if (wires == Wires::kBoth && p / 2 == q / 2) continue;
+        int pair[2];
+        require(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
+        ends[static_cast<size_t>(p)][static_cast<size_t>(q)] = pair[0];
+        ends[static_cast<size_t>(q)][static_cast<size_t>(p)] = pair[1];
+      }
+    }
+  }
+
+  std::unique_ptr<Transport> transport(int rank) const {
+    if (wires == Wires::kShm) return std::make_unique<ShmTransport>(regions[0], rank, world);
+    std::shared_ptr<ShmRegion> region;
+    std::vector<int> local;
+    if (wires == Wires::kBoth && regions[static_cast<size_t>(rank / 2)]) {
+      region = regions[static_cast<size_t>(rank / 2)];
+      local = {rank / 2 * 2, rank / 2 * 2 + 1};
+    }
+    return std::make_unique<TcpTransport>(ends[static_cast<size_t>(rank)], rank, capacity, region, local);
+  }
+
+  // In a forked rank: attach as another process would, and drop the ends of the others.
+  void keep_only(int rank) {
+    for (size_t p = 0; p < ends.size(); ++p) {
+      if (static_cast<int>(p) != rank) drop(ends[p]);
+    }
+    for (auto& region : regions) {
+      if (region) region = ShmRegion::attach(region->token(), wires == Wires::kShm ? world : 2);
+    }
+  }
+  void drop_all() {
+    for (auto& of_rank : ends) drop(of_rank);
+  }
+
+  Wires wires;
+  int world;
+  int64_t capacity;
+  std::vector<std::shared_ptr<ShmRegion>> regions;
+  std::vector<std::vector<int>> ends;
+
+ private:
+  static void drop(std::vector<int>& of_rank) {
+    for (int& fd : of_rank) {
+      if (fd >= 0) close(fd);
+      fd = -1;
+    }
+  }
+};
+
 // body(transport, rank) on `world` threads over one mapping.
-void on_threads(int world, int64_t capacity, const std::function<void(ShmTransport&, int)>& body) {
-  const auto region = ShmRegion::create(world, capacity);
+void on_threads(Wires wires, int world, int64_t capacity, const std::function<void(Transport&, int)>& body) {
+  const Group group(wires, world, capacity);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
-      ShmTransport transport(region, rank, world);
-      transport.set_limit(std::chrono::seconds(60));
-      body(transport, rank);
+      const auto transport = group.transport(rank);
+      transport->set_limit(std::chrono::seconds(60));
+      body(*transport, rank);
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -251,7 +317,7 @@ Request request_of(const Case& c, int rank, void* in, void* out) {
   return request;
 }
 
-void check_bits(uint64_t seed) {
+void check_bits(uint64_t seed, Wires wires) {
   std::mt19937_64 random(seed);
   const Element elements[] = {Element::kFloat32, Element::kFloat64, Element::kBFloat16, Element::kInt32,
                               Element::kInt8,    Element::kUInt8,   Element::kInt16,    Element::kInt64};
@@ -259,10 +325,12 @@ void check_bits(uint64_t seed) {
                     Op::kBand, Op::kBor, Op::kBxor,    Op::kPremulSum};
   int64_t compared = 0;
   for (int world = 1; world <= 9; ++world) {
+    if (wires != Wires::kShm && world % 3 == 0 && world > 3) continue;
     std::vector<Case> cases;
     for (Element element : elements) {
       for (Op op : ops) {
         if (!refusal_of(op, element).empty()) continue;
+        if (wires != Wires::kShm && random() % 4 != 0) continue;
         for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{5}, int64_t{1000}, int64_t(random() % 4000)}) {
           cases.push_back({element, op, count, random() % 2 == 0});
         }
@@ -285,14 +353,14 @@ void check_bits(uint64_t seed) {
             values[i].push_back(random_values(cases[i], seed + i * 64 + static_cast<size_t>(r)));
           wanted.push_back(expect(cases[i], values[i]));
         }
-        on_threads(world, 32768, [&](ShmTransport& transport, int rank) {
+        on_threads(wires, world, 32768, [&](Transport& transport, int rank) {
           Collectives collectives(transport, settings, kCombine);
           std::mt19937_64 jitter(seed * 100 + static_cast<uint64_t>(rank));
           for (size_t i = 0; i < cases.size(); ++i) {
-            const std::string what = std::string(name_of(chosen)) + " world " + std::to_string(world) + " node " +
-                                     std::to_string(node_size) + " " + name_of(cases[i].element) + " " +
-                                     name_of(cases[i].op) + " " + std::to_string(cases[i].count) + " rank " +
-                                     std::to_string(rank);
+            const std::string what = std::string(name_of(wires)) + " " + name_of(chosen) + " world " +
+                                     std::to_string(world) + " node " + std::to_string(node_size) + " " +
+                                     name_of(cases[i].element) + " " + name_of(cases[i].op) + " " +
+                                     std::to_string(cases[i].count) + " rank " + std::to_string(rank);
             Bytes x = values[i][static_cast<size_t>(rank)];
             if (jitter() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(jitter() % 200));
             collectives.run(request_of(cases[i], rank, x.data(), x.data()));  // in place
@@ -336,7 +404,7 @@ void check_bits(uint64_t seed) {
       }
     }
   }
-  std::printf("bits: %lld results equal\n", static_cast<long long>(compared));
+  std::printf("bits, %s: %lld results equal\n", name_of(wires), static_cast<long long>(compared));
 }
 
 // --- processes ----------------------------------------------------------------
@@ -484,19 +552,21 @@ const char* name_of(Fault fault) {
 
 // One trial: `world` processes loop over all-reduces of random sizes; at a random moment the fault happens to one rank.
 // Every other rank must raise within the limit + 1 s after it, name the rank, and find its input unchanged.
-double trial(Fault fault, uint64_t seed) {
+double trial(Fault fault, Wires wires, uint64_t seed) {
   std::mt19937_64 random(seed);
   const int world = 2 + static_cast<int>(random() % 3);
   const int culprit = static_cast<int>(random() % static_cast<uint64_t>(world));
   const int64_t moment_us = static_cast<int64_t>(random() % 20000);
   const int at_call = static_cast<int>(random() % 50);
   const double limit = 0.5;
-  auto region = ShmRegion::create(world, 1 << 16);
+  Group group(wires, world, 1 << 16);
   std::vector<Child> children;
   for (int rank = 0; rank < world; ++rank) {
     children.push_back(start(rank, [&](int r) -> std::string {
       std::mt19937_64 sizes(seed);  // the same on all ranks
-      ShmTransport transport(ShmRegion::attach(region->token(), world), r, world);
+      group.keep_only(r);
+      const auto made = group.transport(r);
+      Transport& transport = *made;
       Settings settings;
       settings.segment_bytes = 16384;
       settings.single_bytes = 16384;
@@ -524,6 +594,7 @@ double trial(Fault fault, uint64_t seed) {
       }
     }));
   }
+  group.drop_all();
   for (const Child& child : children) {
     char ready;
     require(read(child.from, &ready, 1) == 1 && ready == 'r', "a rank did not start");
@@ -537,9 +608,9 @@ double trial(Fault fault, uint64_t seed) {
   for (int rank = 0; rank < world; ++rank) {
     if (rank == culprit && fault != Fault::kMismatch) continue;
     const std::string text = report_of(children[static_cast<size_t>(rank)]);
-    const std::string where = std::string(name_of(fault)) + " of rank " + std::to_string(culprit) + ", world " +
-                              std::to_string(world) + ", seed " + std::to_string(seed) + ", rank " +
-                              std::to_string(rank) + ": '" + text + "'";
+    const std::string where = std::string(name_of(wires)) + ", " + name_of(fault) + " of rank " +
+                              std::to_string(culprit) + ", world " + std::to_string(world) + ", seed " +
+                              std::to_string(seed) + ", rank " + std::to_string(rank) + ": '" + text + "'";
     const double elapsed = std::atof(text.c_str());
     worst = std::max(worst, elapsed);
     require(!text.empty() && text[0] >= '0' && text[0] <= '9', "no error, or not this one: " + where);
@@ -554,11 +625,12 @@ double trial(Fault fault, uint64_t seed) {
   return worst;
 }
 
-void check_faults(int trials, uint64_t seed) {
+void check_faults(int trials, Wires wires, uint64_t seed) {
   for (Fault fault : {Fault::kKill, Fault::kStop, Fault::kMissing, Fault::kMismatch}) {
     double worst = 0;
-    for (int i = 0; i < trials; ++i) worst = std::max(worst, trial(fault, seed + static_cast<uint64_t>(i)));
-    std::printf("%s: %d trials, slowest error after %.3f s (limit 0.5 s)\n", name_of(fault), trials, worst);
+    for (int i = 0; i < trials; ++i) worst = std::max(worst, trial(fault, wires, seed + static_cast<uint64_t>(i)));
+    std::printf("%s, %s: %d trials, slowest error after %.3f s (limit 0.5 s)\n", name_of(wires), name_of(fault), trials,
+                worst);
     std::fflush(stdout);
   }
 }
@@ -569,14 +641,19 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   try {
     if (mode == "bits") {
-      check_bits(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+      for (Wires wires : {Wires::kShm, Wires::kTcp, Wires::kBoth}) {
+        check_bits(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1, wires);
+      }
     } else if (mode == "processes") {
       check_fork();
       check_processes();
     } else if (mode == "faults") {
-      check_faults(argc > 2 ? std::atoi(argv[2]) : 5, argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);
+      for (Wires wires : {Wires::kShm, Wires::kTcp, Wires::kBoth}) {
+        if (argc > 4 && std::string(argv[4]) != name_of(wires)) continue;
+        check_faults(argc > 2 ? std::atoi(argv[2]) : 5, wires, argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);
+      }
     } else {
-      std::fprintf(stderr, "usage: test_transport bits [seed] | processes | faults N [seed]\n");
+      std::fprintf(stderr, "usage: test_transport bits [seed] | processes | faults N [seed] [transport]\n");
       return 2;
     }
   } catch (const std::exception& error) {

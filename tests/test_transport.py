@@ -1,4 +1,4 @@
-"""Builds tests/test_transport.cpp, plain and with sanitizers, and runs it: transport_shm, collective, reduce_ops."""
+"""Builds tests/test_transport.cpp, plain and with sanitizers, and runs it: transports, collective, reduce_ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("combine", "gemm_portable", "reduce_ops", "collective", "transport_shm")
+SOURCES = ("combine", "gemm_portable", "reduce_ops", "collective", "transport_shm", "transport_tcp")
 FLAGS = ["-std=c++20", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-pthread"]
 VARIANTS = {
     "plain": ["-O2"],
@@ -54,7 +54,7 @@ def run(variant: str, *arguments: str, timeout: float = 240) -> str:
 
 
 def test_verify_placements_equal_a_recursive_fold() -> None:
-    assert "results equal" in run("plain", "bits", "1")
+    assert run("plain", "bits", "1").count("results equal") == 3
 
 
 def test_verify_processes_attach_and_leave_nothing_behind() -> None:
@@ -64,7 +64,7 @@ def test_verify_processes_attach_and_leave_nothing_behind() -> None:
 def test_verify_faults_end_in_time_and_name_the_rank() -> None:
     """SIGKILL, SIGSTOP, missing participant, mismatched count: limit + 1 s, culprit named, input unchanged."""
     out = run("plain", "faults", os.environ.get("TBIK_FAULTS", "5"), timeout=3000)
-    assert len(out.splitlines()) == 4, out
+    assert len(out.splitlines()) == 12, out
 
 
 @pytest.mark.sanitize
