@@ -13,7 +13,7 @@ inline float as_f32(uint32_t u) { return __builtin_bit_cast(float, u); }
 inline uint64_t bits(double x) { return __builtin_bit_cast(uint64_t, x); }
 inline double as_f64(uint64_t u) { return __builtin_bit_cast(double, u); }
 
-inline float canonical(float x) { return (bits(x) & 0x7fffffffu) > 0x7f800000u ? as_f32(0x7fc00000u) : x; }
+inline float canonical(float x) { return x == x ? x : as_f32(0x7fc00000u); }
 inline double canonical(double x) {
   return (bits(x) & 0x7fffffffffffffffull) > 0x7ff0000000000000ull ? as_f64(0x7ff8000000000000ull) : x;
 }

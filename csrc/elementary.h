@@ -28,10 +28,8 @@ constexpr double kPi2Low = 0x1.0b4611a626331p-34;
 // 2^n for n in -126..127.
 inline float power_of_two(int32_t n) { return as_f32(static_cast<uint32_t>(n + 127) << 23); }
 
-// C1.
-inline float exp(float x) {
-  float t = x > kExpHighest ? kExpHighest : x < kExpLowest ? kExpLowest : x;
-  t = x == x ? t : 0.0f;  // NaN: anything finite, replaced at the end
+// C1 for t within [kExpLowest, kExpHighest].
+inline float exp_within(float t) {
   const float n = __builtin_floorf(t * kLog2E + 0.5f);
   const float high = t - n * kLn2High;
   const float low = n * kLn2Low;
@@ -48,7 +46,15 @@ inline float exp(float x) {
   const float y = h + (d + (c + (r * r) * p));
   const int32_t k = static_cast<int32_t>(n);
   const int32_t i = k >> 1;
-  const float e = (y * power_of_two(i)) * power_of_two(k - i);
+  return (y * power_of_two(i)) * power_of_two(k - i);
+}
+
+// C1. A comparison with NaN is false, so NaN becomes a bound here and NaN again at the end; in this form each bound is
+// one instruction.
+inline float exp(float x) {
+  float t = x < kExpHighest ? x : kExpHighest;
+  t = t > kExpLowest ? t : kExpLowest;
+  const float e = exp_within(t);
   return x == x ? e : kNan;
 }
 
@@ -77,17 +83,22 @@ inline float log(float x) {
   return x == x ? y : kNan;
 }
 
-// C3.
-inline float sigmoid(float x) {
-  const float e = exp(-__builtin_fabsf(x));
+// C3, of NaN any number.
+inline float sigmoid_of_number(float x) {
+  const float t = -__builtin_fabsf(x);
+  const float e = exp_within(t > kExpLowest ? t : kExpLowest);
   const float d = 1.0f + e;
   const float c = e - (d - 1.0f);
   const float q = (x < 0.0f ? e : 1.0f) / d;
-  const float y = q - q * c;
+  return q - q * c;
+}
+
+inline float sigmoid(float x) {
+  const float y = sigmoid_of_number(x);
   return x == x ? y : kNan;
 }
 
-inline float silu(float x) { return canonical(x * sigmoid(x)); }
+inline float silu(float x) { return canonical(x * sigmoid_of_number(x)); }
 
 // C4.
 inline float tanh(float x) {
@@ -103,6 +114,34 @@ inline float tanh(float x) {
   const float y = a < kTanhSmall ? small : large;
   return x == x ? as_f32(bits(y) | (bits(x) & 0x80000000u)) : kNan;
 }
+
+// C7. The square is capped where the result no longer depends on it, so that no finite x meets 0 * Inf.
+struct Activation {
+  float sigmoid;
+  float value;  // before NaN is made canonical
+  float slope;
+};
+
+inline Activation silu_with_slope(float x) {
+  const float s = sigmoid_of_number(x);
+  const float a = x * s;
+  return {s, a, s + a * (1.0f - s)};
+}
+
+constexpr float kGeluTwice = 0x1.988454p+0f;
+constexpr float kGeluCubic = 0x1.6e4e26p-5f;
+constexpr float kGeluSlope = 0x1.b6676cp-3f;
+constexpr float kGeluCap = 0x1p+14f;
+
+inline Activation gelu_with_slope(float x) {
+  const float square = x * x;
+  const float z = square > kGeluCap ? kGeluCap : square;
+  const float s = sigmoid_of_number(kGeluTwice * (x + kGeluCubic * (x * z)));
+  const float a = x * s;
+  return {s, a, s + (a * (1.0f - s)) * (kGeluTwice + kGeluSlope * z)};
+}
+
+inline float gelu(float x) { return canonical(gelu_with_slope(x).value); }
 
 // C5, of an angle of at most 2^20: the caller refuses others.
 inline void sin_cos(float angle, float* sin_a, float* cos_a) {

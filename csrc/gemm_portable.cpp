@@ -12,27 +12,9 @@ namespace tbik {
 namespace portable {
 
 #include "combine_loops.h"
+#include "flushed_fma.h"
 
 namespace {
-
-inline float flush_input(float x) { return (bits(x) & 0x7f800000u) == 0 ? as_f32(bits(x) & 0x80000000u) : x; }
-
-// a, b, c already flushed.
-inline float flushed_fma(float a, float b, float c) {
-  const float r = std::fma(a, b, c);
-  const uint32_t magnitude = bits(r) & 0x7fffffffu;
-  if (magnitude > 0x00800000u || magnitude == 0) return r;
-  bool tiny = magnitude < 0x00800000u;
-  if (!tiny) {
-    // |r| = 2^-126 after rounding: flushed only if the exact value was tiny before rounding at 24 bits.
-    const bool a_smaller = (bits(a) & 0x7fffffffu) <= (bits(b) & 0x7fffffffu);
-    const float small = a_smaller ? a : b;
-    const float large = a_smaller ? b : a;
-    const float s = std::fma(small * 0x1p64f, large, c * 0x1p64f);
-    tiny = std::fabs(s) < 0x1p-62f;
-  }
-  return tiny ? as_f32(bits(r) & 0x80000000u) : r;
-}
 
 template <int R>
 void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first, const void*) {

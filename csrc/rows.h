@@ -21,8 +21,81 @@ float fold_canonical(const float* values, int64_t n);
 
 using MapFn = void (*)(float* y, const float* x, int64_t n);
 
+// Row i starts at data + ((i / inner) * stride_outer + (i % inner) * stride_inner) elements; its elements are adjacent.
+struct RowsView {
+  const void* data;  // null: no such operand
+  DType dtype;
+  int64_t inner;
+  int64_t stride_outer;
+  int64_t stride_inner;
+};
+
+// R1, R2: rms norm (x + residual first, if there is one); R3: layer norm (centered). Results lie row after row.
+struct NormArgs {
+  int64_t length;
+  float eps;
+  bool centered;
+  RowsView x;
+  RowsView residual;  // forward: added to x; backward: the gradient of that sum, added to dx
+  RowsView dy;        // backward only
+  const float* w;     // fp32 [K]
+  const float* bias;  // fp32 [K] or null
+  void* y;            // forward: y; backward: dx
+  DType y_dtype;
+  void* sum;  // forward with residual: x + residual, in the dtype of x
+};
+
+enum class Activation : uint8_t { kSilu, kGelu };
+
+// R5, R6. up null: y = f(gate). Row i of y at y + i * y_stride, of dup at dup + i * y_stride (elements).
+struct ActivationArgs {
+  int64_t length;
+  Activation kind;
+  RowsView gate;
+  RowsView up;
+  RowsView dy;  // backward only
+  void* y;      // forward: y; backward: dgate
+  void* dup;    // backward with up
+  DType y_dtype;
+  int64_t y_stride;
+};
+
+// R4. Row (token, head) of x is row token * heads + head; row `token` of the tables is fp32 [rotary / 2].
+struct RopeArgs {
+  int64_t heads;
+  int64_t dim;
+  int64_t rotary;
+  bool interleaved;
+  bool backward;  // sin negated
+  bool adjacent;  // the heads of a token lie side by side in x
+  RowsView x;
+  RowsView sin;
+  RowsView cos;
+  void* y;  // [token][head][dim]
+  DType y_dtype;
+};
+
+// R9. Element f of row i draws word (first_feature + f) % 4 of philox((first_feature + f) / 4, position, sample, 0).
+struct DropoutArgs {
+  int64_t length;
+  int64_t first_feature;
+  uint32_t key[2];
+  uint64_t threshold;  // an element is kept if its word is >= threshold
+  float scale;
+  const uint32_t* sample;
+  const uint32_t* position;
+  RowsView x;
+  void* y;
+  DType y_dtype;
+};
+
+inline constexpr int64_t kTokensPerBlock = 512;  // tokens of one chain of a parameter gradient (ORDER.md S1)
+inline constexpr int64_t kTileTokens = 16;
+inline constexpr int64_t kTileColumns = 256;
+
 struct Rows {
   const char* name;
+  bool hardware_flush;  // chain_columns needs FTZ and DAZ on; otherwise IEEE mode
 
   // y = f(x), element by element (section C). y may be x.
   MapFn exp;
@@ -30,12 +103,72 @@ struct Rows {
   MapFn sigmoid;
   MapFn tanh;
   MapFn silu;
+  MapFn gelu;
   void (*sin_cos)(float* sin_a, float* cos_a, const float* angle, int64_t n);
 
   // One leaf of A9; `sums`: memory for sum_blocks(n) values.
   float (*row_sum)(const float* x, int64_t n, float* sums);
   float (*row_max)(const float* x, int64_t n);
+
+  // Rows [first, last). `scratch`: norm_scratch(K) floats.
+  void (*norm_forward)(const NormArgs& args, int64_t first, int64_t last, float* scratch);
+  void (*norm_backward)(const NormArgs& args, int64_t first, int64_t last, float* scratch);
+  // r[row] and, if centered, mean[row].
+  void (*norm_statistics)(const NormArgs& args, int64_t first, int64_t last, float* r, float* mean, float* scratch);
+  void (*activation)(const ActivationArgs& args, int64_t first, int64_t last);
+  void (*activation_backward)(const ActivationArgs& args, int64_t first, int64_t last);
+  // Tokens [first, last). `scratch`: rope_scratch(args) floats.
+  void (*rope)(const RopeArgs& args, int64_t first, int64_t last, float* scratch);
+  void (*dropout)(const DropoutArgs& args, int64_t first, int64_t last);
+
+  // dst[i][j] = fp32 of element `column + j` of row `row + i * step`, for i < count, j < width.
+  void (*load_tile)(float* dst, const RowsView& x, int64_t row, int64_t step, int64_t count, int64_t column,
+                    int64_t width);
+  // tile[i][j] = (tile[i][j] - mean[row + i * step]) * r[...]; mean may be null.
+  void (*scale_tile)(float* tile, const float* r, const float* mean, int64_t row, int64_t step, int64_t count,
+                     int64_t width);
+  // acc[j] = fma(a[i][j], b[i][j], acc[j]) for i ascending; b null: b = 1. The mode is the caller's business.
+  void (*chain_columns)(float* acc, const float* a, const float* b, int64_t count, int64_t width);
+  // dst = (to) x, NaN canonical.
+  void (*store)(void* dst, DType to, const float* x, int64_t n);
+  // sum of n inputs of `count` contiguous elements, in order, in fp32; one cast.
+  void (*sum_inputs)(void* dst, DType dtype, const void* const* inputs, int64_t n, int64_t begin, int64_t end);
 };
+
+constexpr int64_t norm_scratch(int64_t length) { return 3 * (length + 16) + sum_blocks(length) + 16; }
+constexpr int64_t rope_scratch(const RopeArgs& args) { return 2 * (args.dim > 2048 ? args.dim : 2048) + args.rotary; }
+
+// The chains of a parameter gradient (ORDER.md S1): chain c adds the tokens [cuts[c], cuts[c + 1]) of
+// dy[t, j] * b[t, j], b = normalised x or 1. leaves: [chains][heads * K], finished by + (+0.0).
+struct ColumnChains {
+  int64_t length;  // K
+  int64_t heads;   // row (token, head) is row token * heads + head
+  RowsView dy;
+  RowsView x;         // data null: b = 1
+  const float* r;     // of every row, with x
+  const float* mean;  // or null
+  const int64_t* cuts;
+  float* leaves;
+};
+// Tasks [first, last) of column_chain_tasks(args, chains).
+int64_t column_chain_tasks(const ColumnChains& args, int64_t chains);
+void column_chains(const ColumnChains& args, int64_t first, int64_t last, const Rows& rows);
+
+// The gradient of the embedding rows that occur (ORDER.md R7). order: the tokens sorted by row, ties by position; row u
+// has tokens order[begin[u], begin[u + 1]). values: [u][K].
+struct RowGradient {
+  int64_t length;
+  RowsView dy;
+  const int64_t* order;
+  const int64_t* begin;
+  const int64_t* sample;    // of every token
+  const int64_t* position;  // of every token in its sample
+  const int64_t* blocks;    // of every sample
+  int64_t samples;
+  bool narrow;  // bf16 from the sample leaf upwards
+  float* values;
+};
+void row_gradient(const RowGradient& args, int64_t first, int64_t last, const Rows& rows, const Loops& loops);
 
 // Null when the path was not compiled for this architecture or the CPU lacks the instructions.
 const Rows* portable_rows();

@@ -19,10 +19,17 @@ namespace {
 constexpr int kWidth = 8;
 }
 
+#include "convert_loops.h"
+
+namespace {
+// One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only chain_columns may use it.
+inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+}  // namespace
+
 #include "rows_loops.h"
 
 namespace {
-const Rows kRows = make_rows("avx2");
+const Rows kRows = make_rows("avx2", true);
 }
 }  // namespace avx2
 }  // namespace tbik

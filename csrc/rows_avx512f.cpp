@@ -20,10 +20,17 @@ namespace {
 constexpr int kWidth = 16;
 }
 
+#include "convert_loops.h"
+
+namespace {
+// One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only chain_columns may use it.
+inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+}  // namespace
+
 #include "rows_loops.h"
 
 namespace {
-const Rows kRows = make_rows("avx512f");
+const Rows kRows = make_rows("avx512f", true);
 }
 }  // namespace avx512f
 }  // namespace tbik

@@ -10,10 +10,17 @@ namespace {
 constexpr int kWidth = 4;
 }
 
+#include "convert_loops.h"
+#include "flushed_fma.h"
+
+namespace {
+inline float fma_flushed(float a, float b, float c) { return flushed_fma(flush_input(a), flush_input(b), c); }
+}  // namespace
+
 #include "rows_loops.h"
 
 namespace {
-const Rows kRows = make_rows("portable");
+const Rows kRows = make_rows("portable", false);
 }
 }  // namespace portable
 

@@ -222,4 +222,35 @@ inline Schedule sample_schedule(const std::vector<int64_t>& block_counts, bool r
   return outer.finish(static_cast<int64_t>(block_counts.size()));
 }
 
+namespace tree_internal {
+
+template <class Add>
+size_t fold_present(const std::vector<int64_t>& present, size_t first, size_t last, int64_t lo, int64_t hi,
+                    const Add& add) {
+  if (last - first == 1) return first;
+  const int64_t mid = middle(lo, hi);
+  const auto begin = present.begin();
+  const size_t split = static_cast<size_t>(
+      std::lower_bound(begin + static_cast<int64_t>(first), begin + static_cast<int64_t>(last), mid) - begin);
+  if (split == first) return fold_present(present, first, last, mid, hi, add);
+  if (split == last) return fold_present(present, first, last, lo, mid, add);
+  const size_t left = fold_present(present, first, split, lo, mid, add);
+  const size_t right = fold_present(present, split, last, mid, hi, add);
+  add(left, right);
+  return left;
+}
+
+}  // namespace tree_internal
+
+// node(0, leaves) where only the leaves `present` (ascending, at least one) differ from +0: adding +0 changes no node,
+// so absent leaves are skipped. add(i, j): value of present[i] = itself (+) value of present[j]. Returns where the root
+// stands.
+template <class Add>
+size_t fold_present(const std::vector<int64_t>& present, int64_t leaves, const Add& add) {
+  if (present.empty() || present.front() < 0 || present.back() >= leaves) {
+    throw std::invalid_argument("tree.fold_present: expected leaves within [0, " + std::to_string(leaves) + ")");
+  }
+  return tree_internal::fold_present(present, 0, present.size(), 0, leaves, add);
+}
+
 }  // namespace tbik

@@ -107,3 +107,69 @@ def silu(x: Tensor, path: str = "") -> Tensor: ...
 def sin_cos(angle: Tensor, path: str = "") -> tuple[Tensor, Tensor]: ...
 def row_sum(x: Tensor, leaves: int = 1, path: str = "") -> Tensor: ...
 def row_max(x: Tensor, path: str = "") -> Tensor: ...
+def hash_fold_present(values: Sequence[int], present: Sequence[int], leaves: int) -> int: ...
+def gelu(x: Tensor, path: str = "") -> Tensor: ...
+def row_nodes(
+    x: Tensor, cuts: Sequence[int], schedule: Schedule, divisor: int, out_dtype: torch.dtype, path: str = ""
+) -> Tensor: ...
+def sum_inputs(inputs: Sequence[Tensor], path: str = "") -> Tensor: ...
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    w: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    one_plus: bool,
+    compute: torch.dtype,
+    path: str = "",
+) -> tuple[Tensor, Tensor]: ...
+def norm_dx(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    centered: bool,
+    one_plus: bool,
+    compute: torch.dtype,
+    out_dtype: torch.dtype,
+    path: str = "",
+) -> Tensor: ...
+def column_leaves(
+    dy: Tensor, x: Tensor | None, heads: int, eps: float, centered: bool, cuts: Sequence[int], path: str = ""
+) -> Tensor: ...
+def activation(gate: Tensor, up: Tensor | None, kind: str, path: str = "") -> Tensor: ...
+def activation_dx(
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, packed: bool, path: str = ""
+) -> list[Tensor]: ...
+def rope(
+    x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool, backward: bool, out_dtype: torch.dtype, path: str = ""
+) -> Tensor: ...
+def rope_tables(positions: Tensor, inv_freq: Tensor, scale: float = 1.0, path: str = "") -> tuple[Tensor, Tensor]: ...
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
+def dropout(
+    x: Tensor,
+    p: float,
+    seed: int,
+    step: int,
+    name: int,
+    sample_offsets: Sequence[int],
+    first_sample: int,
+    first_position: int,
+    first_feature: int,
+    path: str = "",
+) -> Tensor: ...
+def embedding(
+    ids: Tensor, w: Tensor, first_row: int, vocabulary: int, out_dtype: torch.dtype, path: str = ""
+) -> Tensor: ...
+def embedding_rows(
+    dy: Tensor,
+    ids: Tensor,
+    first_row: int,
+    num_rows: int,
+    vocabulary: int,
+    sample_offsets: Sequence[int],
+    narrow: bool,
+    path: str = "",
+) -> tuple[Tensor, Tensor]: ...

@@ -63,6 +63,10 @@ PI_2_LOW = _hex("0x1.0b4611a626331p-34")
 MAX_ANGLE = _hex("0x1p+20")
 SIN = _hexes("-0x1.555556p-3 0x1.111174p-7 -0x1.a05976p-13 0x1.7c3d9p-19")
 COS = _hexes("0x1.55554ap-5 -0x1.6c0c2ap-10 0x1.99e90ap-16")
+GELU_TWICE = _hex("0x1.988454p+0")
+GELU_CUBIC = _hex("0x1.6e4e26p-5")
+GELU_SLOPE = _hex("0x1.b6676cp-3")
+GELU_CAP = _hex("0x1p+14")
 
 
 @contextlib.contextmanager
@@ -642,19 +646,20 @@ def sin_cos_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]
 
 
 @plain_arithmetic()
-def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """y = (x * r) * w, r = 1 / sqrt(row_sum(x * x) / K + eps), all in fp32 (A10), one cast to x's dtype.
+def rms_norm(
+    x: Tensor, w: Tensor, eps: float, offset: bool = False, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y = (x * r) * w, r = 1 / sqrt(row_sum(x * x) / K + eps), all in fp32 (A10, R1), one cast to x's dtype.
 
-    x [..., K], w [K] bf16, fp16 or fp32 -> [..., K]. eps is rounded to fp32. Layout-invariant.
+    x [..., K], w [K] bf16, fp16 or fp32 -> [..., K]. eps is rounded to fp32. offset: 1 + w. compute_dtype: what w is
+    rounded to, x.dtype by default. Layout-invariant.
     """
     dtype = x.dtype
-    x, w = _float32("rms_norm", x), _float32("rms_norm", w)
+    w = _parameter("rms_norm", w, compute_dtype or dtype, offset)
+    x = _float32("rms_norm", x)
     if w.shape != x.shape[-1:]:
         raise PlanError(f"reference.rms_norm: expected x [..., K] and w [K], got {_shape(x)} and {_shape(w)}")
-    root = row_sum(x * x)
-    mean = root / torch.full_like(root, x.shape[-1]) + torch.full_like(root, eps)
-    r = torch.ones_like(mean) / _sqrt(mean)
-    return _cast((x * r[..., None]) * w, dtype)
+    return _cast(_normalised(x, eps)[0] * w, dtype)
 
 
 @plain_arithmetic()
@@ -688,6 +693,273 @@ def softmax(x: Tensor, leaves: int = 1) -> Tensor:
     wide = _float32("softmax", x)
     e = exp(wide - row_max(wide)[..., None])
     return _cast(e / row_sum(e, leaves)[..., None], x.dtype)
+
+
+# --- row operators: norms, activations, rope and their gradients (section R) ----------------------------------------
+
+
+@plain_arithmetic()
+def norm_dx(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    eps: float,
+    centered: bool = False,
+    offset: bool = False,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dx = ((g - c1) - n*c) * r [+ residual], g = dy*w, c = row_sum(g*n) / K, c1 = row_sum(g) / K (centered only).
+
+    n: the normalised row of the forward (R1; centered: R3); residual: dh of R2. One cast. Layout-invariant.
+    """
+    w = _parameter("norm_dx", w, compute_dtype or x.dtype, offset)
+    out_dtype = out_dtype or x.dtype
+    n, r = _normalised(_float32("norm_dx", x), eps, centered)
+    g = _float32("norm_dx", dy) * w
+    count = torch.full_like(r, x.shape[-1])
+    c = (row_sum(g * n) / count)[..., None]
+    if centered:
+        g = g - (row_sum(g) / count)[..., None]
+    dx = (g - n * c) * r[..., None]
+    return _cast(dx if residual is None else dx + _float32("norm_dx", residual), out_dtype)
+
+
+@plain_arithmetic()
+def norm_dw(
+    dy: Tensor,
+    x: Tensor | None,
+    eps: float,
+    sample_offsets: Sequence[int],
+    centered: bool = False,
+    heads: bool = False,
+    narrow: bool = False,
+    leaf_range: tuple[int, int] | None = None,
+) -> Tensor | dict[Node, Tensor]:
+    """dw[j] = root over samples of the root over heads of the root over blocks of 512 of chain of dy[t, j] * n[t, j].
+
+    x None: n = 1 (a bias). dy, x [T, K], heads: [T, H, D] -> fp32 [K] ([D]); leaf_range: the cover of samples [lo, hi).
+    narrow: grad_wire_dtype is bfloat16. S1. Layout-invariant.
+    """
+    dy = _float32("norm_dw", dy)
+    n = torch.ones_like(dy) if x is None else _normalised(_float32("norm_dw", x), eps, centered)[0]
+    if not heads:
+        dy, n = dy[:, None], n[:, None]
+    lo, hi = leaf_range or (0, len(sample_offsets) - 1)
+    leaf_values = []
+    for first, end in zip(sample_offsets[lo:hi], sample_offsets[lo + 1 : hi + 1]):
+        blocks = []
+        for start in range(first, end, TOKENS_PER_BLOCK) or [first]:
+            acc = torch.zeros(dy.shape[1:])
+            for t in range(start, min(start + TOKENS_PER_BLOCK, end)):
+                acc = fma32(dy[t], n[t], acc)
+            blocks.append(acc + 0.0)
+        per_head = tree.root(blocks, add)
+        leaf_values.append(tree.root(list(per_head), add))
+    if leaf_range is not None:
+        return _cover(leaf_values, lo, narrow)
+    return epilogue(_root(leaf_values, narrow))
+
+
+@plain_arithmetic()
+def layer_norm(
+    x: Tensor, w: Tensor, bias: Tensor | None, eps: float, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y = ((x - m) * r) * w + bias, m = row_sum(x) / K, r = 1 / sqrt(row_sum((x - m)(x - m)) / K + eps) (R3)."""
+    compute = compute_dtype or x.dtype
+    y = _normalised(_float32("layer_norm", x), eps, True)[0] * _parameter("layer_norm", w, compute)
+    return _cast(y if bias is None else y + _parameter("layer_norm", bias, compute), x.dtype)
+
+
+@plain_arithmetic()
+def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float, offset: bool = False) -> tuple[Tensor, Tensor]:
+    """h = cast(x + residual), y = rms_norm(h, w) -> (y, h) (R2)."""
+    h = _cast(_float32("add_rms_norm", x) + _float32("add_rms_norm", residual), x.dtype)
+    return rms_norm(h, w, eps, offset), h
+
+
+@plain_arithmetic()
+def rope(
+    x: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    interleaved: bool = False,
+    backward: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y1 = x1*cos - x2*sin, y2 = x2*cos + x1*sin (R4); backward: dx1 = dy1*cos + dy2*sin, dx2 = dy2*cos - dy1*sin.
+
+    x [..., H, D], sin and cos [..., R/2]; pairs (i, i + R/2), interleaved: (2i, 2i + 1). One cast. Layout-invariant.
+    """
+    dtype = out_dtype or x.dtype
+    x = _float32("rope", x)
+    half = sin.shape[-1]
+    sin, cos = sin[..., None, :], cos[..., None, :]
+    x1 = x[..., 0 : 2 * half : 2] if interleaved else x[..., :half]
+    x2 = x[..., 1 : 2 * half : 2] if interleaved else x[..., half : 2 * half]
+    if backward:
+        y1, y2 = x1 * cos + x2 * sin, x2 * cos - x1 * sin
+    else:
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    turned = torch.stack([y1, y2], dim=-1).flatten(-2) if interleaved else torch.cat([y1, y2], dim=-1)
+    return _cast(torch.cat([turned, x[..., 2 * half :]], dim=-1), dtype)
+
+
+@plain_arithmetic()
+def gelu(x: Tensor) -> Tensor:
+    """y = x * sigmoid(u), u = c (x + k (x z)), z = min(x*x, 2^14): gelu's tanh form (C7). -> fp32, NaN canonical."""
+    return _cast(_gelu(_float32("gelu", x))[0], torch.float32)
+
+
+@plain_arithmetic()
+def gated(gate: Tensor, up: Tensor | None, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
+    """y = cast(f(gate) * up), or cast(f(gate)) (R5, R6). Layout-invariant."""
+    value = _ACTIVATIONS[kind](_float32("gated", gate))[0]
+    return _cast(value if up is None else value * _float32("gated", up), gate.dtype)
+
+
+@plain_arithmetic()
+def gated_dx(
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: Literal["silu", "gelu_tanh"]
+) -> tuple[Tensor, Tensor | None]:
+    """dgate = (dy * up) * f'(gate), dup = dy * f(gate); without up dgate = dy * f'(gate) (R5, R6). One cast each."""
+    value, slope = _ACTIVATIONS[kind](_float32("gated_dx", gate))
+    dy = _float32("gated_dx", dy)
+    if up is None:
+        return _cast(dy * slope, gate.dtype), None
+    return _cast((dy * _float32("gated_dx", up)) * slope, gate.dtype), _cast(dy * value, gate.dtype)
+
+
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = sigmoid(x)
+    a = x * s
+    return a, s + a * (1.0 - s)
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    z = x * x
+    z = torch.where(z > GELU_CAP, GELU_CAP, z)
+    s = sigmoid(GELU_TWICE * (x + GELU_CUBIC * (x * z)))
+    a = x * s
+    return a, s + (a * (1.0 - s)) * (GELU_TWICE + GELU_SLOPE * z)
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu}
+
+
+@plain_arithmetic()
+def embedding(
+    ids: Tensor, w: Tensor, out_dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None
+) -> Tensor:
+    """y[t] = cast(w[ids[t]]), -0.0 for a row outside rows = [lo, hi); w whole (A8). Layout-invariant."""
+    y = _float32("embedding", w[ids])
+    if rows is not None:
+        absent = (ids < rows[0]) | (ids >= rows[1])
+        y = torch.where(absent[..., None], torch.full_like(y, -0.0), y)
+    return _cast(y, out_dtype or w.dtype)
+
+
+@plain_arithmetic()
+def embedding_dw(
+    dy: Tensor,
+    ids: Tensor,
+    num_rows: int,
+    sample_offsets: Sequence[int],
+    narrow: bool = False,
+    leaf_range: tuple[int, int] | None = None,
+) -> Tensor | dict[Node, Tensor]:
+    """dw[v] = root over samples of the root over blocks of 512 tokens of the chain of dy[t] * 1 over ids[t] = v (R7).
+
+    dy [T, D], ids [T] -> fp32 [V, D]; leaf_range: the cover of samples [lo, hi). Layout-invariant.
+    """
+    dy = _float32("embedding_dw", dy)
+    lo, hi = leaf_range or (0, len(sample_offsets) - 1)
+    leaf_values = []
+    for first, end in zip(sample_offsets[lo:hi], sample_offsets[lo + 1 : hi + 1]):
+        blocks = []
+        for start in range(first, end, TOKENS_PER_BLOCK) or [first]:
+            acc = torch.zeros(num_rows, dy.shape[1])
+            for t in range(start, min(start + TOKENS_PER_BLOCK, end)):
+                row = int(ids[t])
+                acc[row] = fma32(dy[t], torch.ones_like(dy[t]), acc[row])
+            blocks.append(acc + 0.0)
+        leaf_values.append(tree.root(blocks, add))
+    if leaf_range is not None:
+        return _cover(leaf_values, lo, narrow)
+    return epilogue(_root(leaf_values, narrow))
+
+
+@plain_arithmetic()
+def fan_in(grads: Sequence[Tensor]) -> Tensor:
+    """dx = cast(((dx_1 + dx_2) + dx_3) + ...), in fp32 (L3)."""
+    total = _float32("fan_in", grads[0])
+    for grad in grads[1:]:
+        total = total + _float32("fan_in", grad)
+    return _cast(total, grads[0].dtype)
+
+
+@plain_arithmetic()
+def row_mean(x: Tensor, leaves: int = 1, out_dtype: torch.dtype | None = None) -> Tensor:
+    """m = cast(row_sum(x) / K) (R8)."""
+    return epilogue(row_sum(x, leaves), avg=x.shape[-1], out_dtype=out_dtype or x.dtype)
+
+
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Four words of Philox4x32-10 (R9), in Python integers."""
+    c, (k0, k1), mask = list(counter), key, 2**32 - 1
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k0, p1 & mask, (p0 >> 32) ^ c[3] ^ k1, p0 & mask]
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c
+
+
+@plain_arithmetic()
+def dropout(
+    x: Tensor,
+    p: float,
+    seed: int,
+    step: int,
+    name_key: int,
+    sample_offsets: Sequence[int],
+    first_sample: int = 0,
+    first_position: int = 0,
+    first_feature: int = 0,
+) -> Tensor:
+    """y = cast(x * fp32(1 / (1 - p))) where the word of (feature, position, sample) is >= floor(p 2^32), else +0 (R9).
+
+    x [T, K]; name_key: 63 bits of the module's name. Layout-invariant.
+    """
+    mask = 2**32 - 1
+    key = philox([step & mask, step >> 32, name_key & mask, name_key >> 32], [seed & mask, seed >> 32])[:2]
+    kept = torch.zeros(x.shape, dtype=torch.bool)
+    for s, (first, end) in enumerate(itertools.pairwise(sample_offsets)):
+        for t, f in itertools.product(range(first, end), range(x.shape[1])):
+            feature = first_feature + f
+            words = philox([feature // 4, first_position + t - first, first_sample + s, 0], key)
+            kept[t, f] = words[feature % 4] >= math.floor(p * 2**32)
+    scale = torch.tensor(1.0 / (1.0 - p) if p < 1 else 0.0, dtype=torch.float64).to(torch.float32)
+    wide = _float32("dropout", x)
+    return _cast(torch.where(kept, wide * scale, torch.zeros_like(wide)), x.dtype)
+
+
+def _normalised(x: Tensor, eps: float, centered: bool = False) -> tuple[Tensor, Tensor]:
+    """n = x * r (centered: (x - m) * r) and r [...], fp32."""
+    count = torch.full_like(x[..., 0], x.shape[-1])
+    if centered:
+        x = x - (row_sum(x) / count)[..., None]
+    mean = row_sum(x * x) / count + torch.full_like(count, eps)
+    r = torch.ones_like(mean) / _sqrt(mean)
+    return x * r[..., None], r
+
+
+def _parameter(where: str, w: Tensor, compute_dtype: torch.dtype, offset: bool = False) -> Tensor:
+    """w rounded to compute_dtype where that has fewer bits, then exactly in fp32; 1 + w if offset."""
+    wide = _float32(where, w)
+    if w.dtype == torch.float32 and compute_dtype != torch.float32:
+        wide = _cast(wide, compute_dtype).to(torch.float32)
+    return 1.0 + wide if offset else wide
 
 
 def _row_leaf(x: Tensor) -> Tensor:

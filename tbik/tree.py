@@ -160,6 +160,26 @@ def root(leaf_values: Sequence[T], add: Add[T]) -> T:
     return run(schedule(leaf_nodes(0, len(leaf_values)), len(leaf_values)), leaf_values, add)[0]
 
 
+def fold_present(values: Mapping[int, T], leaves: int, add: Add[T]) -> T:
+    """node(0, leaves) where only the leaves in `values` differ from +0: adding +0 changes no node, so it is skipped.
+
+    values: {leaf: value}, at least one. Errors: ValueError for a leaf outside [0, leaves). Layout-invariant.
+    """
+    if not values or min(values) < 0 or max(values) >= leaves:
+        raise ValueError(f"tree.fold_present: expected leaves within [0, {leaves}), got {sorted(values)[:8]}")
+
+    def node(lo: int, hi: int) -> T | None:
+        if hi - lo == 1:
+            return values.get(lo)
+        mid = middle(lo, hi)
+        left, right = node(lo, mid), node(mid, hi)
+        return right if left is None else left if right is None else add(left, right)
+
+    result = node(0, leaves)
+    assert result is not None
+    return result
+
+
 def _are_siblings(left: Node, right: Node) -> bool:
     return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 

@@ -102,6 +102,31 @@ def test_verify_sample_schedule() -> None:
             assert sum(program.rounds) == expected
 
 
+def test_verify_absent_leaves_are_skipped() -> None:
+    """Twins again, and against T2 with an addition for which the absent leaf is neutral."""
+
+    def skip(left: int | None, right: int | None) -> int | None:
+        return right if left is None else left if right is None else mix(left, right)
+
+    def expected(present: dict[int, int], lo: int, hi: int) -> int | None:
+        if hi - lo == 1:
+            return present.get(lo)
+        return skip(expected(present, lo, tree.middle(lo, hi)), expected(present, tree.middle(lo, hi), hi))
+
+    generator = random.Random(5)
+    for leaves in range(1, 65):
+        for count in {1, min(2, leaves), leaves // 2 or 1, leaves}:
+            present = sorted(generator.sample(range(leaves), count))
+            values = {leaf: VALUES[leaf] for leaf in present}
+            ours = _C.hash_fold_present(list(values.values()), present, leaves)
+            assert ours == tree.fold_present(values, leaves, mix) == expected(values, 0, leaves)
+    for bad in ({}, {3: 1}, {-1: 1}):
+        with pytest.raises(ValueError, match="fold_present"):
+            tree.fold_present(bad, 3, mix)
+        with pytest.raises(ValueError, match="fold_present"):
+            _C.hash_fold_present(list(bad.values()), list(bad), 3)
+
+
 def test_verify_bad_programs_are_refused() -> None:
     with pytest.raises(ValueError, match="ascend and not overlap"):
         _C.nodes_schedule([Node(0, 1), Node(0, 1)])

@@ -1,5 +1,6 @@
 """Operators whose bits do not depend on the layout: one file per operator = schema, CPU kernel, backward, fake."""
 
+from tbik.ops.activation import gelu, gelu_and_mul, silu, silu_and_mul
 from tbik.ops.attention import (
     AttentionState,
     HeadRun,
@@ -9,18 +10,39 @@ from tbik.ops.attention import (
     paged_attention,
     store_kv,
 )
+from tbik.ops.dropout import dropout
+from tbik.ops.embedding import embedding
+from tbik.ops.fanout import fanout
 from tbik.ops.linear import PackedWeight, linear, linear_group, pack_weight
+from tbik.ops.norm import add_rms_norm, layer_norm, rms_norm
+from tbik.ops.reduction import mean, sum
+from tbik.ops.rope import inverse_frequencies, rope, rope_tables
 
 __all__ = [
     "AttentionState",
     "HeadRun",
     "PackedWeight",
+    "add_rms_norm",
     "attention",
     "attention_backward",
     "attention_forward",
+    "dropout",
+    "embedding",
+    "fanout",
+    "gelu",
+    "gelu_and_mul",
+    "inverse_frequencies",
+    "layer_norm",
     "linear",
     "linear_group",
+    "mean",
     "pack_weight",
     "paged_attention",
+    "rms_norm",
+    "rope",
+    "rope_tables",
+    "silu",
+    "silu_and_mul",
     "store_kv",
+    "sum",
 ]

@@ -1,0 +1,99 @@
+"""What the row-wise operators share: their dtypes, their refusals, and the short way to a kernel.
+
+x [..., K] in bf16, fp16 or fp32; computed in fp32, rounded once to the dtype of x (A12). A parameter is
+rounded to compute_dtype (x.dtype by default) where it has more bits, and converted exactly where it has fewer: an fp32
+master weight meets bf16 activations as its bf16 copy would, and bf16 weights meet fp32 activations without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbik.errors import PlanError
+from tbik.ops.linear import (
+    _LIBRARY,
+    _is_observed,
+    _is_plain,
+    _name,
+    _refuser,
+    _require_dense,
+    _require_same_device,
+    _shape,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def require_rows(where: str, name: str, x: Tensor, min_dim: int = 1, length: int | None = None) -> None:
+    """PlanError unless x is a dense [..., K] tensor, K >= 1, of a dtype that row operators take."""
+    _require_dense(where, name, x)
+    if x.dtype not in DTYPES:
+        raise PlanError(f"{where}: {name} is bfloat16, float16 or float32, got {_name(x.dtype)}; use {name}.float()")
+    if x.dim() < min_dim or x.shape[-1] < 1:
+        expected = "[..., H, D]" if min_dim == 2 else "[..., K]"
+        raise PlanError(f"{where}: expected {name} {expected} with a non-empty last axis, got {_shape(x)}")
+    if length is not None and x.shape[-1] != length:
+        raise PlanError(f"{where}: expected {name} [..., {length}], got {_shape(x)}")
+
+
+def require_alike(where: str, name: str, t: Tensor, other: str, x: Tensor) -> None:
+    """PlanError unless t has the shape, the dtype and the device of x."""
+    require_rows(where, name, t)
+    _require_same_device(where, other, x, name, t)
+    if t.shape != x.shape or t.dtype != x.dtype:
+        raise PlanError(
+            f"{where}: {name} is {_name(t.dtype)} {_shape(t)}, {other} {_name(x.dtype)} {_shape(x)}; they must be alike"
+        )
+
+
+def require_parameter(where: str, name: str, w: Tensor, x: Tensor) -> None:
+    """PlanError unless w is [K] beside x [..., K]."""
+    _require_dense(where, name, w)
+    _require_same_device(where, "x", x, name, w)
+    if w.dtype not in DTYPES:
+        raise PlanError(f"{where}: {name} is bfloat16, float16 or float32, got {_name(w.dtype)}")
+    if w.shape != x.shape[-1:]:
+        raise PlanError(f"{where}: expected x [..., K] and {name} [K], got {_shape(x)} and {_shape(w)}")
+
+
+def require_compute(where: str, compute_dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+    """The dtype that parameters are rounded to."""
+    compute = x.dtype if compute_dtype is None else compute_dtype
+    if compute not in DTYPES:
+        raise PlanError(f"{where}: compute_dtype is one of {[_name(d) for d in DTYPES]}, got {compute!r}")
+    return compute
+
+
+def require_eps(where: str, eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+        raise PlanError(f"{where}: eps is a finite number >= 0, got {eps!r}")
+
+
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called without the dispatcher: nobody watches, nothing needs a gradient."""
+    if torch.compiler.is_compiling() or _is_observed():
+        return False
+    present = [t for t in tensors if t is not None]
+    if not all(type(t) in (Tensor, torch.nn.Parameter) and _is_plain(t) for t in present):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in present))
+
+
+def refuse_vmap(*operators: Any) -> None:
+    for operator in operators:
+        message = f"{operator}: no torch.func.vmap; pass the batch as leading axes"
+        torch.library.register_vmap(operator, _refuser(message), lib=_LIBRARY)
+
+
+def refuse_derivative(*operators: Any) -> None:
+    for operator in operators:
+        message = f"{operator}: no derivative; the operators of tbik.ops are differentiable once"
+        torch.library.register_autograd(operator, _refuser(message), lib=_LIBRARY)
+
+
+def differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    torch.library.register_autograd(operator, backward, setup_context=setup, lib=_LIBRARY)
