@@ -32,6 +32,7 @@ constexpr int64_t kBlockSteps = 128;             // steps of B kept in L1 when s
 constexpr int64_t kStreamSteps = 512;            // steps per call when one tile reads B once
 constexpr int64_t kStreamAhead = 4096;           // bytes of B asked for ahead of their use
 constexpr int64_t kBlockTiles = 16;              // register tiles of one row block (96 rows)
+constexpr int64_t kStripBlockTiles = 32;         // the same for strips: B is copied once per block
 constexpr int64_t kShortBlockTiles = 4;          // when chains are short: the slots then fit in L1
 constexpr int64_t kBlockMajorBytes = 16 << 20;   // of packed B, which then stays in L3
 constexpr int64_t kShortChain = 48;              // steps
@@ -452,7 +453,7 @@ class BlockPacker {
   DType to_;
   Reader reader_;
   alignas(64) char staged_[kTileRows * 2 * kStreamSteps * 8];
-  static constexpr int64_t kLineBytes = kBlockTiles * kTileRows * 8;
+  static constexpr int64_t kLineBytes = std::max(kBlockTiles, kStripBlockTiles) * kTileRows * 8;
   alignas(64) char lines_[2][kLineBytes];
   alignas(64) char words_[kLineBytes];
 };
@@ -461,9 +462,13 @@ Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m)
   int64_t nonempty = 0;
   for (int64_t steps : layout.steps) nonempty += steps > 0;
   const bool is_short = nonempty > 0 && layout.total_steps / nonempty < kShortChain;
+  const bool strips = kernels.strips != nullptr && layout.compute != DType::kFloat64;
+  const int64_t block_tiles = strips     ? (is_short ? kBlockTiles : kStripBlockTiles)
+                              : is_short ? kShortBlockTiles
+                                         : kBlockTiles;
   Plan plan{.kernels = &kernels,
             .layout = &layout,
-            .rows = RowCut(m, is_short && kernels.strips == nullptr ? kShortBlockTiles : kBlockTiles),
+            .rows = RowCut(m, block_tiles),
             .runs = {},
             .first_run = {},
             .table = nullptr,
