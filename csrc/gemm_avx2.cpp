@@ -3,10 +3,10 @@
 //   acc_RP = +0; for k ascending: acc_RP = fma(a_KR[k], b_KP[k], acc_RP)      R = 1..6 rows, P = 64 columns
 //
 // The panel is walked in strips of two registers (16 fp32 or 8 fp64 columns): 6 x 2 = 12 accumulators of 16 registers.
-// Tiles of one to three rows take wider strips: 8 accumulators hide the latency, and whole cache lines are read in
-// order. `ahead` is ignored: with such an order the hardware's prefetcher is faster than prefetch instructions
-// (measured, Zen 3). fp32 chains run with FTZ and DAZ on (the caller sets them), fp64 chains in IEEE mode. Bits:
-// deterministic, batch-invariant, equal to gemm_portable.cpp.
+// Tiles of one to three rows take wider strips: 8 accumulators hide the latency. One row reads whole lines in order and
+// ignores `ahead`: the hardware's prefetcher is then faster (measured, Zen 3); narrower strips jump and ask for lines.
+// fp32 chains run with FTZ and DAZ on (the caller sets them), fp64 chains in IEEE mode.
+// Bits: deterministic, batch-invariant, equal to gemm_portable.cpp.
 #include <cstdint>
 
 #include "kernels.h"
@@ -34,6 +34,21 @@ constexpr int kWide = R == 1   ? 8
                       : R <= 3 ? 4
                                : 2;
 
+// Strips narrower than the panel jump from line to line, so each asks for its share of the kLines lines per step of
+// `ahead`, whose first step is `line`.
+template <int kLines, int kStrips>
+inline __attribute__((always_inline)) void prefetch(const char*& line, int64_t k) {
+  if constexpr (kStrips == 1) return;
+  if constexpr (kLines >= kStrips) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kLines / kStrips; ++i) _mm_prefetch(line + i * 64, _MM_HINT_T0);
+    line += kLines / kStrips * 64;
+  } else if (k % (kStrips / kLines) == 0) {
+    _mm_prefetch(line, _MM_HINT_T0);
+    line += 64;
+  }
+}
+
 // One step of the widest tiles: two registers of B, a row of A at a time.
 template <int R>
 inline __attribute__((always_inline)) void chain_step(const float* a, const float* b, __m256 acc[R][2]) {
@@ -47,10 +62,11 @@ inline __attribute__((always_inline)) void chain_step(const float* a, const floa
   }
 }
 
-template <int R>
+template <int R, int kLines>
 __attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
-                                         const void*) {
+                                         const void* ahead) {
   constexpr int W = kWide<R>;
+  const char* line = static_cast<const char*>(ahead);
   for (int strip = 0; strip < kPanel; strip += W * 8) {
     const float* a = static_cast<const float*>(a_KR);
     const float* b = static_cast<const float*>(b_KP) + strip;
@@ -62,6 +78,7 @@ __attribute__((noinline)) void chain_f32(const void* a_KR, const void* b_KP, int
       for (int j = 0; j < W; ++j) acc[r][j] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(out + r * kPanel + j * 8);
     }
     for (int64_t k = 0; k < steps; ++k, a += R, b += kPanel) {
+      prefetch<kLines, kPanel / (W * 8)>(line, k);
       if constexpr (W == 2) {
         chain_step<R>(a, b, acc);
       } else {
@@ -109,11 +126,12 @@ inline __attribute__((always_inline)) void chain_half(const float* a, const Half
   }
 }
 
-template <int R>
+template <int R, int kLines>
 __attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
-                                          const void*) {
+                                          const void* ahead) {
   constexpr int W = kWide<R>;
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const char* line = static_cast<const char*>(ahead);
   for (int strip = 0; strip < kPanel; strip += W * 8) {
     const float* a = static_cast<const float*>(a_KR);
     const uint32_t* b = static_cast<const uint32_t*>(b_KP) + strip;
@@ -125,6 +143,7 @@ __attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, in
       for (int j = 0; j < W; ++j) acc[r][j] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(out + r * kPanel + j * 8);
     }
     for (int64_t k = 0; k < steps; ++k, a += 2 * R, b += kPanel) {
+      prefetch<kLines, kPanel / (W * 8)>(line, k);
       chain_half<R, W>(
           a,
           [&](int j) {
@@ -300,9 +319,12 @@ void transpose(uint32_t* dst_CP, const void* const* rows, int64_t cols, bool rot
   }
 }
 
+#define TBIK_ROWS(chain, lines) \
+  {chain<1, lines>, chain<2, lines>, chain<3, lines>, chain<4, lines>, chain<5, lines>, chain<6, lines>}
+const ChainTable kF32 = {{TBIK_ROWS(chain_f32, 1), TBIK_ROWS(chain_f32, 2), TBIK_ROWS(chain_f32, 4)}};
+const ChainTable kPair = {{TBIK_ROWS(chain_pair, 1), TBIK_ROWS(chain_pair, 2), TBIK_ROWS(chain_pair, 4)}};
+#undef TBIK_ROWS
 #define TBIK_ROWS(chain) {chain<1>, chain<2>, chain<3>, chain<4>, chain<5>, chain<6>}
-const ChainTable kF32 = {{TBIK_ROWS(chain_f32), TBIK_ROWS(chain_f32), TBIK_ROWS(chain_f32)}};
-const ChainTable kPair = {{TBIK_ROWS(chain_pair), TBIK_ROWS(chain_pair), TBIK_ROWS(chain_pair)}};
 const StripKernels kStrips = {TBIK_ROWS(chain_strip), deal_f32, deal_pairs, deal_f16};
 const ChainTable kF64 = {{TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64)}};
 #undef TBIK_ROWS
