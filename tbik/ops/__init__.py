@@ -17,6 +17,7 @@ from tbik.ops.linear import PackedWeight, linear, linear_group, pack_weight
 from tbik.ops.norm import add_rms_norm, layer_norm, rms_norm
 from tbik.ops.reduction import mean, sum
 from tbik.ops.rope import inverse_frequencies, rope, rope_tables
+from tbik.ops.rope_attention import rope_attention
 
 __all__ = [
     "AttentionState",
@@ -40,6 +41,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rope",
+    "rope_attention",
     "rope_tables",
     "silu",
     "silu_and_mul",
