@@ -141,7 +141,7 @@ def _line(pipe: int, seconds: float) -> str:
     while not data.endswith(b"\n"):
         if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
             break
-        part = os.read(pipe, 1) if not data else os.read(pipe, 65536)
+        part = os.read(pipe, 1)  # no byte of the line after it
         if not part:
             break
         data += part
