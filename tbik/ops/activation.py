@@ -17,7 +17,15 @@ from torch import Tensor
 from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _operator, _require_one_device, _shape
-from tbik.ops.rowwise import differentiable, is_direct, refuse_derivative, refuse_vmap, require_alike, require_rows
+from tbik.ops.rowwise import (
+    differentiable,
+    is_direct,
+    is_simple,
+    refuse_derivative,
+    refuse_vmap,
+    require_alike,
+    require_rows,
+)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -54,6 +62,8 @@ def _gelu_kind(where: str, approximate: str) -> str:
 
 
 def _apply(where: str, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    if is_simple(x) and (up is None or (is_direct(up) and up.dtype == x.dtype and up.shape == x.shape)):
+        return _C.activation(x, up, kind)
     require_rows(where, "x" if up is None else "gate", x)
     if up is not None:
         require_alike(where, "up", up, "gate", x)

@@ -24,6 +24,7 @@ from tbik.ops.linear import _token_blocks as token_blocks
 from tbik.ops.rowwise import (
     differentiable,
     is_direct,
+    is_simple,
     refuse_derivative,
     refuse_vmap,
     require_alike,
@@ -55,6 +56,9 @@ def rms_norm(
     B samples. plan: of it only grad_wire_dtype matters, for dw.
     Gradients: dx in x.dtype, dw in fp32. Errors: PlanError. Batch-invariant; dw layout-invariant.
     """
+    plain = compute_dtype is None and sample_offsets is None and plan is None and heads is False
+    if plain and type(eps) is float and 0 <= eps < 1 and type(offset) is bool and is_simple(x, w) and x.dim() < 4:
+        return _C.norm(x, None, w, None, eps, False, offset, x.dtype)[0]
     where = "ops.rms_norm"
     require_rows(where, "x", x, 2 if heads else 1)
     require_parameter(where, "w", w, x)
@@ -87,6 +91,10 @@ def add_rms_norm(
     x, residual [..., K] alike. Backward: one gradient for both, cast(dx of the norm + dh) (L3). The rest as in
     rms_norm, whose bits these are on h. Batch-invariant.
     """
+    plain = compute_dtype is None and sample_offsets is None and plan is None and type(eps) is float and 0 <= eps < 1
+    plain = plain and type(offset) is bool and is_direct(residual) and is_simple(x, w) and x.dim() < 4
+    if plain and residual.dtype == x.dtype and residual.shape == x.shape:
+        return _C.norm(x, residual, w, None, eps, False, offset, x.dtype)
     where = "ops.add_rms_norm"
     require_rows(where, "x", x)
     require_alike(where, "residual", residual, "x", x)
@@ -117,6 +125,9 @@ def layer_norm(
 
     x [..., K], w and bias [K] -> [..., K] in x.dtype. The rest as in rms_norm. Batch-invariant.
     """
+    plain = compute_dtype is None and sample_offsets is None and plan is None
+    if plain and type(eps) is float and 0 <= eps < 1 and is_simple(x, w, bias) and x.dim() < 4:
+        return _C.norm(x, None, w, bias, eps, True, False, x.dtype)[0]
     where = "ops.layer_norm"
     require_rows(where, "x", x)
     require_parameter(where, "w", w, x)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tbik.errors import PlanError
 from tbik.ops.linear import (
@@ -81,6 +82,15 @@ def is_direct(*tensors: Tensor | None) -> bool:
     if not all(type(t) in (Tensor, torch.nn.Parameter) and _is_plain(t) for t in present):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in present))
+
+
+def is_simple(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether x [..., K] and the parameters [K] need no further check, which would cost more than a small row."""
+    if not is_direct(x, *parameters) or forward_ad._current_level >= 0:
+        return False
+    if x.dtype not in DTYPES or not x.dim() or not x.shape[-1]:
+        return False
+    return all(p is None or (p.dtype in DTYPES and p.shape == x.shape[-1:]) for p in parameters)
 
 
 def refuse_vmap(*operators: Any) -> None:
