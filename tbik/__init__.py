@@ -14,10 +14,12 @@ from tbik.registration import register as _register
 from tbik.tree import ORDER_VERSION
 
 if TYPE_CHECKING:
+    import tbik.gradients as gradients
     import tbik.launch as launch
     import tbik.nn as nn
     import tbik.ops as ops
     from tbik.collectives import Cover, all_reduce, reduce_scatter
+    from tbik.gradients import GradientTree
     from tbik.integrity.fingerprint import fingerprint
     from tbik.packing import freeze, unfreeze
 
@@ -27,10 +29,12 @@ _register()  # torch.distributed.init_process_group("tbik"), without importing t
 
 _LAZY = {
     "Cover": "tbik.collectives",
+    "GradientTree": "tbik.gradients",
     "all_reduce": "tbik.collectives",
     "reduce_scatter": "tbik.collectives",
     "fingerprint": "tbik.integrity.fingerprint",
     "freeze": "tbik.packing",
+    "gradients": "tbik.gradients",
     "unfreeze": "tbik.packing",
     "launch": "tbik.launch",
     "nn": "tbik.nn",
@@ -40,6 +44,7 @@ _LAZY = {
 __all__ = [
     "ORDER_VERSION",
     "Cover",
+    "GradientTree",
     "IntegrityError",
     "PlanError",
     "TbikError",
@@ -49,6 +54,7 @@ __all__ = [
     "all_reduce",
     "fingerprint",
     "freeze",
+    "gradients",
     "launch",
     "nn",
     "ops",
