@@ -326,6 +326,7 @@ namespace tbik::bindings {
 void bind_rows(pybind11::module_& m);         // bindings_rows.cpp
 void bind_fingerprint(pybind11::module_& m);  // bindings_fingerprint.cpp
 void bind_attention(pybind11::module_& m);    // bindings_attention.cpp
+void bind_vocab(pybind11::module_& m);        // bindings_vocab.cpp
 }  // namespace tbik::bindings
 
 PYBIND11_MODULE(_C, m) {
@@ -370,6 +371,7 @@ PYBIND11_MODULE(_C, m) {
   tbik::bindings::bind_rows(m);
   tbik::bindings::bind_fingerprint(m);
   tbik::bindings::bind_attention(m);
+  tbik::bindings::bind_vocab(m);
 
   m.def("cpu_paths", tbik::cpu_paths);
   m.def(

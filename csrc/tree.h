@@ -193,16 +193,18 @@ inline Schedule schedule(const std::vector<Node>& inputs, std::optional<int64_t>
   return builder.finish(leaves);
 }
 
-// Two levels (ORDER.md S1): leaf s of the outer tree is sample s, itself node(0, block_counts[s]) over its blocks. The
-// inputs are the blocks of all samples in order. Only the sample leaf and what lies above it is rounded. A sample
-// without blocks is +0, still a leaf.
-inline Schedule sample_schedule(const std::vector<int64_t>& block_counts, bool round = false) {
-  tree_internal::Builder outer{{}, {}, round};
-  for (size_t sample = 0; sample < block_counts.size(); ++sample) {
+namespace tree_internal {
+
+// Leaf `first + s` of the outer tree is node(0, block_counts[s]) over its own blocks; no blocks: +0, still a leaf. Only
+// the leaf and what lies above it is rounded.
+inline Schedule nested_schedule(const std::vector<int64_t>& block_counts, int64_t first, std::optional<int64_t> leaves,
+                                bool round, const char* what) {
+  Builder outer{{}, {}, round};
+  for (size_t leaf = 0; leaf < block_counts.size(); ++leaf) {
     const int base = outer.top();
-    const int64_t count = block_counts[sample];
+    const int64_t count = block_counts[leaf];
     if (count < 0) {
-      throw std::invalid_argument("tree.sample_schedule: sample " + std::to_string(sample) +
+      throw std::invalid_argument(std::string("tree.") + what + " " + std::to_string(leaf) +
                                   " has a negative number of blocks: " + std::to_string(count));
     }
     if (count == 0) {
@@ -217,9 +219,26 @@ inline Schedule sample_schedule(const std::vector<int64_t>& block_counts, bool r
       }
       outer.program.num_inputs += count;
     }
-    outer.push({0, static_cast<int64_t>(sample)});
+    outer.push({0, first + static_cast<int64_t>(leaf)});
   }
-  return outer.finish(static_cast<int64_t>(block_counts.size()));
+  return outer.finish(leaves);
+}
+
+}  // namespace tree_internal
+
+// Two levels (ORDER.md S1): leaf s of the outer tree is sample s, itself node(0, block_counts[s]) over its blocks. The
+// inputs are the blocks of all samples in order. Only the sample leaf and what lies above it is rounded. A sample
+// without blocks is +0, still a leaf.
+inline Schedule sample_schedule(const std::vector<int64_t>& block_counts, bool round = false) {
+  return tree_internal::nested_schedule(block_counts, 0, static_cast<int64_t>(block_counts.size()), round,
+                                        "sample_schedule: sample");
+}
+
+// The same for a row reduction (ORDER.md A9): leaves lo, lo + 1, ... of a row, each the tree over its blocks; their
+// cover, or the root of `leaves` leaves.
+inline Schedule leaf_schedule(const std::vector<int64_t>& block_counts, int64_t lo,
+                              std::optional<int64_t> leaves = std::nullopt) {
+  return tree_internal::nested_schedule(block_counts, lo, leaves, false, "leaf_schedule: leaf");
 }
 
 namespace tree_internal {

@@ -37,7 +37,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard, TypeVar
@@ -176,6 +176,41 @@ def reduce(
     call = _Call("reduce", op=op, plan=plan, placement="two_shot", wire=wire, dst=dst)
     root, link = _perform(call, x, group, out_dtype, bias, runs, None)
     return root if link.rank == dst else None
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, same: Mapping[str, str] | None = None) -> Tensor:
+    """gathered[r] = x of rank r, on every rank: bytes move, nothing is added.
+
+    x [...] dense CPU, alike in dtype and shape on all ranks -> [W, ...]. same: what else the ranks must agree on, by
+    name. group: as for all_reduce of a cover; None without a default group is this rank alone.
+    Errors: PlanError on all ranks where they disagree, TransportTimeout, TransportError.
+    """
+    if not _is_dense(x) or x.dtype not in (*_FLOATS, *_INTEGERS):
+        raise PlanError(f"all_gather: expected a dense CPU tensor of {_SUPPORTED}, got {_describe(x)}")
+    with torch.no_grad():
+        rows = x.detach().resolve_neg().reshape(1, -1)
+        alone = group is None and not _has_default_group()
+        link = _Link(None, 0, 1, _State(), "all_gather") if alone else _Link.open(group, "all_gather")
+        if link.size == 1:
+            return rows.clone().view(1, *x.shape)
+        terms = (
+            ("ORDER_VERSION", str(ORDER_VERSION)),
+            ("tbik version", __version__),
+            ("collective", "all_gather"),
+            ("dtype", str(x.dtype)),
+            ("shape", str(list(x.shape))),
+            *(same or {}).items(),
+        )
+        with link.call():
+            first = ("all_gather", None) not in link.state.compared
+            if first or os.environ.get("TBIK_CHECK") == "1":
+                number = ("call number", str(link.state.calls + 1))
+                _require_same("all_gather", link.exchange({"terms": [*terms, number], "nodes": [], "refusal": ""}))
+                link.state.compared.add(("all_gather", None))
+            link.sign(terms, (), "")
+            parts = _gather_covers(link, rows, [1] * link.size)
+            link.require_one_call("")
+            return torch.cat(parts).view(link.size, *x.shape)
 
 
 def bytes_sent(group: dist.ProcessGroup | None = None) -> int:

@@ -1165,6 +1165,124 @@ def fold_heads(per_head: Tensor, heads_per_kv: Sequence[int]) -> Tensor:
     return torch.stack([tree.root(part.unbind(1), add) for part in parts], dim=1)
 
 
+# --- vocabulary operators (section V) --------------------------------------------------------------------------------
+
+
+@plain_arithmetic()
+def row_sum_cover(x: Tensor, leaves: int, leaf_range: tuple[int, int]) -> dict[Node, Tensor]:
+    """{node: value} of the leaves [lo, hi) of row_sum(x, leaves); x [..., V] whole (A9, T3). Layout-invariant."""
+    x = _float32("row_sum_cover", x)
+    lo, hi = _leaf_range("row_sum_cover", leaf_range, leaves)
+    cuts = tree.cuts(x.shape[-1], leaves)
+    return _cover([_row_leaf(x[..., cuts[i] : cuts[i + 1]]) for i in range(lo, hi)], lo, False)
+
+
+@plain_arithmetic()
+def softmax_dx(dp: Tensor, x: Tensor, leaves: int = 1) -> Tensor:
+    """dx = p * (dp - d), d = row_sum(p * dp), p = exp(x - m) / s in fp32, unrounded (V3); one cast to x's dtype.
+
+    dp, x [..., V] in one dtype -> [..., V]. leaves as in row_sum. Layout-invariant.
+    """
+    wide, gradient = _float32("softmax_dx", x), _float32("softmax_dx", dp)
+    e = exp(wide - row_max(wide)[..., None])
+    p = e / row_sum(e, leaves)[..., None]
+    d = row_sum(p * gradient, leaves)
+    return _cast(p * (gradient - d[..., None]), x.dtype)
+
+
+@plain_arithmetic()
+def log_softmax_dx(dy: Tensor, x: Tensor, leaves: int = 1) -> Tensor:
+    """dx = dy - exp(x - lse) * row_sum(dy) in fp32 (V5); one cast to x's dtype.
+
+    dy, x [..., V] in one dtype -> [..., V]. leaves as in row_sum. Layout-invariant.
+    """
+    wide, gradient = _float32("log_softmax_dx", x), _float32("log_softmax_dx", dy)
+    p = exp(wide - log_sum_exp(wide, leaves)[..., None])
+    return _cast(gradient - p * row_sum(gradient, leaves)[..., None], x.dtype)
+
+
+@plain_arithmetic()
+def cross_entropy(logits: Tensor, targets: Tensor, leaves: int = 1, ignore_index: int | None = -100) -> Tensor:
+    """loss = lse - x_t per token in fp32, +0 where t = ignore_index (V6); NaN canonical.
+
+    logits [..., V], targets [...] int64 -> fp32 [...]. leaves as in row_sum. Layout-invariant.
+    """
+    wide = _float32("cross_entropy", logits)
+    ignored = _ignored(targets, ignore_index)
+    picked = wide.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
+    loss = _cast(log_sum_exp(wide, leaves) - picked, torch.float32)
+    return torch.where(ignored, 0.0, loss)
+
+
+@plain_arithmetic()
+def cross_entropy_dx(
+    grad: Tensor, logits: Tensor, targets: Tensor, leaves: int = 1, ignore_index: int | None = -100
+) -> Tensor:
+    """dx_j = g * (exp(x_j - lse) - [j = t]) in fp32, +0 in ignored rows (V7); one cast to the logits' dtype.
+
+    grad [...] fp32, logits [..., V], targets [...] int64 -> [..., V]. leaves as in row_sum. Layout-invariant.
+    """
+    _require_dtype("cross_entropy_dx", torch.float32, grad)
+    wide = _float32("cross_entropy_dx", logits)
+    ignored = _ignored(targets, ignore_index)
+    p = exp(wide - log_sum_exp(wide, leaves)[..., None])
+    hit = torch.arange(logits.shape[-1]) == targets[..., None]
+    dx = grad[..., None] * torch.where(hit, p - 1.0, p)
+    return _cast(torch.where(ignored[..., None], torch.zeros_like(dx), dx), logits.dtype)
+
+
+def sample_sums(losses: Tensor, sample_offsets: Sequence[int]) -> Tensor:
+    """Per sample: the tree over blocks of 512 tokens of the chain over the losses (V8, S1 with b_k = 1).
+
+    losses [...] fp32, T of them in order; sample s is tokens [sample_offsets[s], sample_offsets[s+1]) -> fp32 [B].
+    """
+    flat = losses.reshape(-1, 1)
+    plan = TreePlan(leaves=1)
+    sums = [bias_grad(flat[first:end], [0, end - first], plan)[0] for first, end in itertools.pairwise(sample_offsets)]
+    return torch.stack(sums) if sums else torch.zeros(0)
+
+
+def token_sum(losses: Tensor, sample_offsets: Sequence[int]) -> Tensor:
+    """sum = node(0, B) over the samples' sums (V8): the gradient a bias of one element would get; +0 for no samples."""
+    if len(sample_offsets) < 2:
+        return torch.zeros(())
+    return bias_grad(losses.reshape(-1, 1), list(sample_offsets), TreePlan(leaves=1))[0]
+
+
+@plain_arithmetic()
+def logprobs(logits: Tensor, ids: Tensor, leaves: int = 1) -> Tensor:
+    """logp = x_id - lse in fp32, NaN canonical (V9). logits [..., V], ids [...] or [..., n] int64 -> as ids."""
+    wide = _float32("logprobs", logits)
+    lse = log_sum_exp(wide, leaves)
+    if ids.dim() < logits.dim():
+        return _cast(wide.gather(-1, ids[..., None])[..., 0] - lse, torch.float32)
+    return _cast(wide.gather(-1, ids) - lse[..., None], torch.float32)
+
+
+@plain_arithmetic()
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k first of each row by (value descending, NaN before everything, -0 = +0; then index ascending) (V10).
+
+    x [..., V] bf16, fp16 or fp32 -> values fp32 [..., k] (NaN canonical), indices int64 [..., k].
+    """
+    wide = _float32("top_k", x)
+    values, indices = wide.new_empty(*x.shape[:-1], k), torch.empty(*x.shape[:-1], k, dtype=torch.int64)
+    for row in itertools.product(*map(range, x.shape[:-1])):
+        numbers = wide[row].tolist()
+        order = sorted(range(len(numbers)), key=lambda i: (_descending(numbers[i]), i))[:k]
+        indices[row] = torch.tensor(order, dtype=torch.int64)
+        values[row] = wide[row][indices[row]]
+    return _cast(values, torch.float32), indices
+
+
+def _descending(value: float) -> tuple[bool, float]:
+    return (True, -value + 0.0) if value == value else (False, 0.0)
+
+
+def _ignored(targets: Tensor, ignore_index: int | None) -> Tensor:
+    return torch.zeros_like(targets, dtype=torch.bool) if ignore_index is None else targets == ignore_index
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -96,3 +96,28 @@ def leaf_partitions(max_leaves: int = 40, max_parts: int = 8) -> st.SearchStrate
             st.tuples(*[st.integers(0, max_parts - 1)] * leaves),
         )
     )
+
+
+def logits(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool = False) -> torch.Tensor:
+    """Rows of which thousands of entries share the probability, so that the order of their sum shows in its bits.
+
+    Normal with deviation 3, shifted by up to 60 per row; special: a quarter of the rows are -inf in places, or hold a
+    NaN, a +inf, or nothing but -inf, or equal entries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tuple(shape), generator=generator) * 3
+    x += torch.randint(-60, 61, (*shape[:-1], 1), generator=generator)
+    if special and x.numel():
+        for row in x.view(-1, shape[-1]):
+            kind = int(torch.randint(0, 24, (), generator=generator))
+            at = torch.randint(0, shape[-1], (max(1, shape[-1] // 3),), generator=generator)
+            if kind == 0:
+                row[at] = float("-inf")
+            elif kind in (1, 2):
+                row[at[0]] = float("nan") if kind == 1 else float("inf")
+            elif kind == 3:
+                row[:] = float("-inf")
+            elif kind in (4, 5):
+                row[at] = row.max() if kind == 4 else 0.0
+                row[at[0]] = -0.0 if kind == 5 else row[at[0]]
+    return x.to(dtype)

@@ -10,23 +10,31 @@ from tbik.ops.attention import (
     paged_attention,
     store_kv,
 )
+from tbik.ops.cross_entropy import TokenSum, cross_entropy, sample_cover, sample_sums, token_losses, token_sum
 from tbik.ops.dropout import dropout
 from tbik.ops.embedding import embedding
 from tbik.ops.fanout import fanout
 from tbik.ops.linear import PackedWeight, linear, linear_group, pack_weight
+from tbik.ops.logprobs import TopK, TopLogprobs, argmax, logprobs, top_k, top_logprobs
 from tbik.ops.norm import add_rms_norm, layer_norm, rms_norm
 from tbik.ops.reduction import mean, sum
 from tbik.ops.rope import inverse_frequencies, rope, rope_tables
 from tbik.ops.rope_attention import rope_attention
+from tbik.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "AttentionState",
     "HeadRun",
     "PackedWeight",
+    "TokenSum",
+    "TopK",
+    "TopLogprobs",
     "add_rms_norm",
+    "argmax",
     "attention",
     "attention_backward",
     "attention_forward",
+    "cross_entropy",
     "dropout",
     "embedding",
     "fanout",
@@ -36,6 +44,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_group",
+    "log_softmax",
+    "logprobs",
     "mean",
     "pack_weight",
     "paged_attention",
@@ -43,8 +53,15 @@ __all__ = [
     "rope",
     "rope_attention",
     "rope_tables",
+    "sample_cover",
+    "sample_sums",
     "silu",
     "silu_and_mul",
+    "softmax",
     "store_kv",
     "sum",
+    "token_losses",
+    "token_sum",
+    "top_k",
+    "top_logprobs",
 ]

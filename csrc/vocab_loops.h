@@ -1,0 +1,186 @@
+// The loops of the vocabulary operators over one contiguous piece of a row; see vocab.h for the equations. Included by
+// each vocab_<isa>.cpp inside its own target region and namespace, after kWidth is set: one text, one copy per
+// instruction set, same bits. No include guard on purpose. Mode: IEEE (csrc/fpmode.h). Nothing here is fused.
+
+#include "convert_loops.h"
+// after the conversions that they use
+#include "elementary.h"
+#include "row_sum_loops.h"
+
+namespace {
+
+// Ascending with x: NaN above everything, +0 above -0.
+inline int32_t order_key(float x) {
+  const int32_t b = static_cast<int32_t>(bits(x));
+  const int32_t key = b ^ ((b >> 31) & 0x7fffffff);
+  return (b & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : key;
+}
+inline float of_order_key(int32_t key) {
+  const int32_t b = key ^ ((key >> 31) & 0x7fffffff);
+  return key == 0x7fffffff ? as_f32(0x7fc00000u) : as_f32(static_cast<uint32_t>(b));
+}
+
+template <class T>
+float max_n(const void* x_, int64_t n) {
+  const T* x = static_cast<const T*>(x_);
+  int32_t best = order_key(-__builtin_inff());
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t key = order_key(widen(x[i]));
+    best = key > best ? key : best;
+  }
+  return of_order_key(best);
+}
+
+inline float block_sum(const float* terms, int64_t n) {
+  if (n < kSumBlock) return sum_block<Single>(terms, terms, n);
+  float sum;
+  sum_whole_blocks<1, Single>(terms, terms, &sum);
+  return sum;
+}
+
+template <class T>
+void sums_n(float* sums, const void* x_, int64_t n) {
+  const T* x = static_cast<const T*>(x_);
+  float terms[kSumBlock];
+  for (int64_t at = 0; at < n; at += kSumBlock, x += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    for (int64_t i = 0; i < length; ++i) terms[i] = widen(x[i]);
+    *sums++ = block_sum(terms, length);
+  }
+}
+
+template <class T>
+void exp_sums_n(float* sums, const void* x_, int64_t n, float m, float* e) {
+  const T* x = static_cast<const T*>(x_);
+  float terms[kSumBlock];
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    float* t = e == nullptr ? terms : e + at;
+    for (int64_t i = 0; i < length; ++i) t[i] = elementary::exp(widen(x[at + i]) - m);
+    *sums++ = block_sum(t, length);
+  }
+}
+
+template <class T>
+void dots_n(float* sums, const float* p, const void* dp_, int64_t n) {
+  const T* dp = static_cast<const T*>(dp_);
+  float terms[kSumBlock];
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    for (int64_t i = 0; i < length; ++i) terms[i] = p[at + i] * widen(dp[at + i]);
+    *sums++ = block_sum(terms, length);
+  }
+}
+
+template <class T>
+void softmax_p_n(float* p, const void* x_, int64_t n, float m, float s) {
+  const T* x = static_cast<const T*>(x_);
+  for (int64_t i = 0; i < n; ++i) p[i] = elementary::exp(widen(x[i]) - m) / s;
+}
+
+// y may be e.
+template <class T>
+void divide_n(void* y_, const float* e, int64_t n, float s) {
+  T* y = static_cast<T*>(y_);
+  for (int64_t i = 0; i < n; ++i) y[i] = narrow<T>(canonical(e[i] / s));
+}
+
+template <class T>
+void softmax_dx_n(void* dx_, const float* p, const void* dp_, int64_t n, float d) {
+  T* dx = static_cast<T*>(dx_);
+  const T* dp = static_cast<const T*>(dp_);
+  for (int64_t i = 0; i < n; ++i) dx[i] = narrow<T>(canonical(p[i] * (widen(dp[i]) - d)));
+}
+
+template <class T>
+void subtract_n(void* y_, const void* x_, int64_t n, float lse) {
+  T* y = static_cast<T*>(y_);
+  const T* x = static_cast<const T*>(x_);
+  for (int64_t i = 0; i < n; ++i) y[i] = narrow<T>(canonical(widen(x[i]) - lse));
+}
+
+template <class T>
+void log_softmax_dx_n(void* dx_, const void* dy_, const void* x_, int64_t n, float lse, float total) {
+  T* dx = static_cast<T*>(dx_);
+  const T* dy = static_cast<const T*>(dy_);
+  const T* x = static_cast<const T*>(x_);
+  for (int64_t i = 0; i < n; ++i) {
+    dx[i] = narrow<T>(canonical(widen(dy[i]) - elementary::exp(widen(x[i]) - lse) * total));
+  }
+}
+
+template <class T>
+void cross_entropy_dx_n(void* dx_, const void* x_, int64_t n, float lse, float g) {
+  T* dx = static_cast<T*>(dx_);
+  const T* x = static_cast<const T*>(x_);
+  for (int64_t i = 0; i < n; ++i) dx[i] = narrow<T>(canonical(g * elementary::exp(widen(x[i]) - lse)));
+}
+
+template <class T>
+void cross_entropy_hit(void* dx_, const void* x, float lse, float g) {
+  const float p = elementary::exp(widen(*static_cast<const T*>(x)) - lse);
+  *static_cast<T*>(dx_) = narrow<T>(canonical(g * (p - 1.0f)));
+}
+
+// The first i >= begin whose key (with -0 read as +0) exceeds `above`, else n.
+template <class T>
+int64_t first_above_n(const void* x_, int64_t begin, int64_t n, int32_t above) {
+  constexpr int64_t kStep = 128;
+  const T* x = static_cast<const T*>(x_);
+  int64_t i = begin;
+  for (; i + kStep <= n; i += kStep) {
+    int32_t any = 0;
+    for (int64_t j = 0; j < kStep; ++j) any |= order_key(widen(x[i + j]) + 0.0f) > above ? 1 : 0;
+    if (any != 0) break;
+  }
+  for (; i < n; ++i) {
+    if (order_key(widen(x[i]) + 0.0f) > above) return i;
+  }
+  return n;
+}
+
+template <class T>
+float value_at(const void* x, int64_t i) {
+  return widen(static_cast<const T*>(x)[i]);
+}
+
+void finish_log_sum_exp_n(const float* m, const float* s, float* lse, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float y = canonical(m[i] + elementary::log(s[i]));
+    lse[i] = m[i] == -__builtin_inff() ? m[i] : y;
+  }
+}
+
+void losses_n(float* loss, const float* lse, const float* picked, const int64_t* targets, int64_t ignored, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) loss[i] = targets[i] == ignored ? 0.0f : canonical(lse[i] - picked[i]);
+}
+
+int32_t key_of(float x) { return order_key(x + 0.0f); }
+
+template <class T>
+constexpr VocabTable make_vocab_table() {
+  return {.max = max_n<T>,
+          .sums = sums_n<T>,
+          .exp_sums = exp_sums_n<T>,
+          .dots = dots_n<T>,
+          .softmax_p = softmax_p_n<T>,
+          .divide = divide_n<T>,
+          .softmax_dx = softmax_dx_n<T>,
+          .subtract = subtract_n<T>,
+          .log_softmax_dx = log_softmax_dx_n<T>,
+          .cross_entropy_dx = cross_entropy_dx_n<T>,
+          .cross_entropy_hit = cross_entropy_hit<T>,
+          .first_above = first_above_n<T>,
+          .value_at = value_at<T>};
+}
+
+constexpr VocabLoops make_vocab_loops() {
+  return {.f32 = make_vocab_table<float>(),
+          .bf16 = make_vocab_table<Bf16>(),
+          .f16 = make_vocab_table<F16>(),
+          .finish_log_sum_exp = finish_log_sum_exp_n,
+          .losses = losses_n,
+          .key_of = key_of};
+}
+
+}  // namespace
