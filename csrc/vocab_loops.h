@@ -49,6 +49,64 @@ void sums_n(float* sums, const void* x_, int64_t n) {
   }
 }
 
+// Up to here exp(d) and exp(-d) are normal numbers, and the two factors of C1 are one: y * 2^n without a rounding.
+constexpr float kNear = 87.0f;
+
+// elementary::exp for |d| <= kNear: the same bits by fewer operations (tests/test_softmax.py).
+inline float exp_near(float d) {
+  const float n = __builtin_floorf(d * elementary::kLog2E + 0.5f);
+  const float high = d - n * elementary::kLn2High;
+  const float low = n * elementary::kLn2Low;
+  const float r = high - low;
+  const float c = (high - r) - low;
+  const float h = 1.0f + r;
+  const float e = r - (h - 1.0f);
+  float p = 0x1.9df7a8p-13f;
+  p = p * r + 0x1.6d4ccep-10f;
+  p = p * r + 0x1.11131p-7f;
+  p = p * r + 0x1.5554e8p-5f;
+  p = p * r + 0x1.555554p-3f;
+  p = p * r + 0x1p-1f;
+  const float y = h + (e + (c + (r * r) * p));
+  return as_f32(bits(y) + (static_cast<uint32_t>(static_cast<int32_t>(n)) << 23));
+}
+
+// d[i] = x[i] - m for at most one block; whether all are near (so that no NaN is among them).
+template <class T>
+inline bool differences(float* __restrict d, const T* __restrict x, int64_t n, float m) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    d[i] = widen(x[i]) - m;
+    const int32_t magnitude = static_cast<int32_t>(bits(d[i]) & 0x7fffffffu);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest <= static_cast<int32_t>(bits(kNear));
+}
+
+// e[i] = exp(x[i] - m) for at most one block; whether all were near.
+template <class T>
+inline bool exponentials(float* __restrict e, const T* __restrict x, int64_t n, float m) {
+  if (differences(e, x, n, m)) {
+    for (int64_t i = 0; i < n; ++i) e[i] = exp_near(e[i]);
+    return true;
+  }
+  for (int64_t i = 0; i < n; ++i) e[i] = elementary::exp(e[i]);
+  return false;
+}
+
+inline bool is_finite(float x) { return (bits(x) & 0x7fffffffu) < 0x7f800000u; }
+
+// narrow<T>(canonical(x)) where x is no NaN.
+template <class T>
+inline T narrow_number(float x) {
+  if constexpr (__is_same(T, Bf16)) {
+    const uint32_t u = bits(x);
+    return {static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+  } else {
+    return narrow<T>(x);
+  }
+}
+
 template <class T>
 void exp_sums_n(float* sums, const void* x_, int64_t n, float m, float* e) {
   const T* x = static_cast<const T*>(x_);
@@ -56,7 +114,7 @@ void exp_sums_n(float* sums, const void* x_, int64_t n, float m, float* e) {
   for (int64_t at = 0; at < n; at += kSumBlock) {
     const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
     float* t = e == nullptr ? terms : e + at;
-    for (int64_t i = 0; i < length; ++i) t[i] = elementary::exp(widen(x[at + i]) - m);
+    exponentials(t, x + at, length, m);
     *sums++ = block_sum(t, length);
   }
 }
@@ -75,7 +133,12 @@ void dots_n(float* sums, const float* p, const void* dp_, int64_t n) {
 template <class T>
 void softmax_p_n(float* p, const void* x_, int64_t n, float m, float s) {
   const T* x = static_cast<const T*>(x_);
-  for (int64_t i = 0; i < n; ++i) p[i] = elementary::exp(widen(x[i]) - m) / s;
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    float* t = p + at;
+    exponentials(t, x + at, length, m);
+    for (int64_t i = 0; i < length; ++i) t[i] = t[i] / s;
+  }
 }
 
 // y may be e.
@@ -86,34 +149,54 @@ void divide_n(void* y_, const float* e, int64_t n, float s) {
 }
 
 template <class T>
-void softmax_dx_n(void* dx_, const float* p, const void* dp_, int64_t n, float d) {
+void softmax_dx_n(void* __restrict dx_, const float* __restrict p, const void* __restrict dp_, int64_t n, float d) {
   T* dx = static_cast<T*>(dx_);
   const T* dp = static_cast<const T*>(dp_);
   for (int64_t i = 0; i < n; ++i) dx[i] = narrow<T>(canonical(p[i] * (widen(dp[i]) - d)));
 }
 
 template <class T>
-void subtract_n(void* y_, const void* x_, int64_t n, float lse) {
-  T* y = static_cast<T*>(y_);
-  const T* x = static_cast<const T*>(x_);
-  for (int64_t i = 0; i < n; ++i) y[i] = narrow<T>(canonical(widen(x[i]) - lse));
+void subtract_n(void* __restrict y_, const void* __restrict x_, int64_t n, float lse) {
+  T* __restrict y = static_cast<T*>(y_);
+  const T* __restrict x = static_cast<const T*>(x_);
+  float d[kSumBlock];
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    if (differences(d, x + at, length, lse)) {
+      for (int64_t i = 0; i < length; ++i) y[at + i] = narrow_number<T>(d[i]);
+    } else {
+      for (int64_t i = 0; i < length; ++i) y[at + i] = narrow<T>(canonical(d[i]));
+    }
+  }
 }
 
 template <class T>
 void log_softmax_dx_n(void* dx_, const void* dy_, const void* x_, int64_t n, float lse, float total) {
-  T* dx = static_cast<T*>(dx_);
-  const T* dy = static_cast<const T*>(dy_);
   const T* x = static_cast<const T*>(x_);
-  for (int64_t i = 0; i < n; ++i) {
-    dx[i] = narrow<T>(canonical(widen(dy[i]) - elementary::exp(widen(x[i]) - lse) * total));
+  float p[kSumBlock];
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    T* __restrict dx = static_cast<T*>(dx_) + at;
+    const T* __restrict dy = static_cast<const T*>(dy_) + at;
+    exponentials(p, x + at, length, lse);
+    for (int64_t i = 0; i < length; ++i) dx[i] = narrow<T>(canonical(widen(dy[i]) - p[i] * total));
   }
 }
 
 template <class T>
 void cross_entropy_dx_n(void* dx_, const void* x_, int64_t n, float lse, float g) {
-  T* dx = static_cast<T*>(dx_);
   const T* x = static_cast<const T*>(x_);
-  for (int64_t i = 0; i < n; ++i) dx[i] = narrow<T>(canonical(g * elementary::exp(widen(x[i]) - lse)));
+  float p[kSumBlock];
+  const bool finite = is_finite(g);
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const int64_t length = n - at < kSumBlock ? n - at : kSumBlock;
+    T* __restrict dx = static_cast<T*>(dx_) + at;
+    if (exponentials(p, x + at, length, lse) && finite) {
+      for (int64_t i = 0; i < length; ++i) dx[i] = narrow_number<T>(g * p[i]);
+    } else {
+      for (int64_t i = 0; i < length; ++i) dx[i] = narrow<T>(canonical(g * p[i]));
+    }
+  }
 }
 
 template <class T>

@@ -98,15 +98,15 @@ def leaf_partitions(max_leaves: int = 40, max_parts: int = 8) -> st.SearchStrate
     )
 
 
-def logits(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool = False) -> torch.Tensor:
+def logits(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool = False, shift: int = 60) -> torch.Tensor:
     """Rows of which thousands of entries share the probability, so that the order of their sum shows in its bits.
 
-    Normal with deviation 3, shifted by up to 60 per row; special: a quarter of the rows are -inf in places, or hold a
-    NaN, a +inf, or nothing but -inf, or equal entries.
+    Normal with deviation 3, shifted by up to `shift` per row; special: a quarter of the rows are -inf in places, or
+    hold a NaN, a +inf, or nothing but -inf, or equal entries.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tuple(shape), generator=generator) * 3
-    x += torch.randint(-60, 61, (*shape[:-1], 1), generator=generator)
+    x += torch.randint(-shift, shift + 1, (*shape[:-1], 1), generator=generator)
     if special and x.numel():
         for row in x.view(-1, shape[-1]):
             kind = int(torch.randint(0, 24, (), generator=generator))

@@ -172,11 +172,10 @@ def test_verify_stock_top_k_breaks_ties_its_own_way() -> None:
     y = logits((16, 49_152), torch.float32, 11)
     ids = ids_for(y, 12, 5)
     assert_bits_differ(torch.log_softmax(y, -1).gather(-1, ids), ops.logprobs(y, ids, 8), "torch's log_softmax")
-    assert_bits_differ(ops.logprobs(y, ids, 1), ops.logprobs(y, ids, 8), "one leaf")
 
 
 def test_validate_logprobs_accuracy() -> None:
-    x = logits((64, 8192), torch.bfloat16, 13)
+    x = logits((64, 8192), torch.bfloat16, 13, shift=0)
     ids = ids_for(x, 14, 9)
     exact = torch.log_softmax(x.double(), -1).gather(-1, ids)
     theirs = torch.log_softmax(x.float(), -1).gather(-1, ids)
