@@ -13,8 +13,9 @@
     top_logprobs, argmax     k candidates, s (argmax: 1)          no derivative
 
 Suffixes: V the whole vocabulary, v this rank's columns. Every rank of the group makes the same calls in the same order
-with the same rows and targets (a digest of the targets is compared); results per row are the same on every rank. The
-upstream gradient of a result that all ranks hold is taken from this rank alone: it is one value, not one per rank.
+with the same rows, k and targets (a digest of the targets is compared; another number of rows or another k shows with
+TBIK_CHECK=1, see tbik.collectives); results per row are the same on every rank. The upstream gradient of a result that
+all ranks hold is taken from this rank alone: it is one value, not one per rank.
 Eager: torch.compile breaks its graph here. CPU tensors.
 Errors: PlanError at construction or before a message; TransportTimeout and TransportError as in tbik.collectives.
 Bits: layout-invariant and batch-invariant (tests/test_vocabulary.py).
