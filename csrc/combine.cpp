@@ -32,6 +32,70 @@ struct Arithmetic<double> {
   static auto store(const Loops& loops) { return loops.store_f64; }
 };
 
+// A root without division, bias or rounding: its last node goes straight into the result.
+bool is_plain(const Schedule& program, int64_t divisor, const void* bias) {
+  const auto rounds = [](const Step& step) { return step.round || step.kind == StepKind::kZero; };
+  return divisor == 1 && bias == nullptr && program.outputs.size() == 1 && !program.steps.empty() &&
+         program.steps.back().kind == StepKind::kAdd && program.steps.back().slot == 0 &&
+         std::none_of(program.steps.begin(), program.steps.end(), rounds);
+}
+
+// As fold_range for such a root, fp32: a loaded value is converted where it is added.
+void fold_plain(const std::vector<const void*>& inputs, DType dtype, int64_t begin, int64_t end,
+                const Schedule& program, const FoldResult& out, const Loops& loops) {
+  const FpIeeeScope ieee;
+  const int64_t width = size_of(dtype);
+  const auto input = [&](int64_t source, int64_t at) {
+    return static_cast<const char*>(inputs[static_cast<size_t>(source)]) + at * width;
+  };
+  char* const to = static_cast<char*>(out.data);
+  if (program.steps.size() == 3 && dtype == out.dtype) {  // two leaves: one pass, no memory of its own
+    const Step& add = program.steps.back();
+    const bool in_order = program.steps[0].slot == add.slot;
+    const int64_t left = program.steps[in_order ? 0 : 1].source;
+    const int64_t right = program.steps[in_order ? 1 : 0].source;
+    loops.add_both(to + begin * width, input(left, begin), input(right, begin), dtype, end - begin);
+    return;
+  }
+  struct Slot {
+    const void* data = nullptr;
+    bool raw = false;  // still of the input's type
+  };
+  const AlignedBuffer memory = aligned_buffer(program.num_slots * kChunk * static_cast<int64_t>(sizeof(float)));
+  float* const own = static_cast<float*>(memory.get());
+  std::vector<Slot> slots(static_cast<size_t>(program.num_slots));
+  const auto widened = [&](size_t slot, int64_t n) {
+    if (slots[slot].raw) {
+      float* x = own + static_cast<int64_t>(slot) * kChunk;
+      loops.cast(x, DType::kFloat32, slots[slot].data, dtype, n);
+      slots[slot] = {x, false};
+    }
+    return static_cast<const float*>(slots[slot].data);
+  };
+  for (int64_t at = begin; at < end; at += kChunk) {
+    const int64_t n = std::min(kChunk, end - at);
+    for (size_t i = 0; i < program.steps.size(); ++i) {
+      const Step& step = program.steps[i];
+      const size_t target = static_cast<size_t>(step.slot);
+      const size_t source = static_cast<size_t>(step.source);
+      if (step.kind == StepKind::kLoad) {
+        slots[target] = {input(step.source, at), dtype != DType::kFloat32};
+      } else if (i + 1 == program.steps.size()) {
+        loops.add_to(to + at * size_of(out.dtype), out.dtype, widened(target, n), widened(source, n), n);
+      } else {
+        float* x = own + step.slot * kChunk;
+        if (slots[target].raw && slots[source].raw) {
+          loops.add_from(x, slots[target].data, slots[source].data, dtype, n);
+        } else {
+          const float* left = widened(target, n);
+          loops.add_f32(x, left, widened(source, n), n);
+        }
+        slots[target] = {x, false};
+      }
+    }
+  }
+}
+
 template <class T>
 void fold_range(const std::vector<const void*>& inputs, DType dtype, int64_t begin, int64_t end, int64_t count,
                 const Schedule& program, int64_t divisor, const T* bias, int64_t columns, const FoldResult& out,
@@ -91,10 +155,14 @@ void fold(const std::vector<const void*>& inputs, DType dtype, int64_t count, co
           const void* bias, int64_t columns, const FoldResult& out, const Loops& loops, const ParallelFor& parallel) {
   require_narrowing("fold", dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32, program, out.dtype);
   const int64_t chunks = (count + kChunk - 1) / kChunk;
+  const bool plain = is_plain(program, divisor, bias) &&
+                     (dtype != DType::kFloat64 || (program.steps.size() == 3 && out.dtype == DType::kFloat64));
   parallel(chunks, [&](int64_t first, int64_t last) {
     const int64_t begin = first * kChunk;
     const int64_t end = std::min(count, last * kChunk);
-    if (dtype == DType::kFloat64) {
+    if (plain) {
+      fold_plain(inputs, dtype, begin, end, program, out, loops);
+    } else if (dtype == DType::kFloat64) {
       fold_range<double>(inputs, dtype, begin, end, count, program, divisor, static_cast<const double*>(bias), columns,
                          out, loops);
     } else {

@@ -6,8 +6,9 @@
 //   wire:      bf16(x) + (+0.0)                                      ties to even
 //   epilogue:  cast(x / divisor + bias)                              NaN leaves as the canonical quiet NaN
 //
-// fp64 is never narrowed below fp32 (ORDER.md A6, A7): the callers refuse it, and so does this file.
-// Mode: IEEE (csrc/fpmode.h). Guarantee: deterministic, element-wise, so batch- and layout-invariant.
+// Where out is exactly left or right (in place), an element still depends on itself alone: `ivdep` says so, else such
+// loops would run without vectors. fp64 is never narrowed below fp32 (ORDER.md A6, A7): the callers refuse it, and so
+// does this file. Mode: IEEE (csrc/fpmode.h). Guarantee: deterministic, element-wise, so batch- and layout-invariant.
 
 #include "convert_loops.h"
 
@@ -56,6 +57,7 @@ inline float wire(float x) { return as_f32(bf16_of(x) << 16) + 0.0f; }
 
 template <class T>
 void add(T* out, const T* left, const T* right, int64_t n) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) out[i] = left[i] + right[i];
 }
 
@@ -127,6 +129,71 @@ void store(void* dst, DType to, const T* x, int64_t n, T divisor, const T* bias)
   }
 }
 
+// Both operands of a node straight from their own type, or its root straight into the result's: the same roundings as
+// cast, add and store one after another, without the trips through memory.
+template <class From>
+void add_from_n(float* out, const void* left_, const void* right_, int64_t n) {
+  const From* left = static_cast<const From*>(left_);
+  const From* right = static_cast<const From*>(right_);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) out[i] = widen(left[i]) + widen(right[i]);
+}
+
+void add_from(float* out, const void* left, const void* right, DType from, int64_t n) {
+  switch (from) {
+    case DType::kFloat32:
+      return add_from_n<float>(out, left, right, n);
+    case DType::kBFloat16:
+      return add_from_n<Bf16>(out, left, right, n);
+    case DType::kFloat16:
+      return add_from_n<F16>(out, left, right, n);
+    case DType::kFloat64:
+      __builtin_trap();
+  }
+}
+
+template <class To, class T>
+void add_to_n(void* dst_, const T* left, const T* right, int64_t n) {
+  To* dst = static_cast<To*>(dst_);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(canonical(left[i] + right[i]));
+}
+
+void add_to(void* dst, DType to, const float* left, const float* right, int64_t n) {
+  switch (to) {
+    case DType::kFloat32:
+      return add_to_n<float>(dst, left, right, n);
+    case DType::kFloat64:
+      return add_to_n<double>(dst, left, right, n);
+    case DType::kBFloat16:
+      return add_to_n<Bf16>(dst, left, right, n);
+    case DType::kFloat16:
+      return add_to_n<F16>(dst, left, right, n);
+  }
+}
+
+template <class X>
+void add_both_n(void* dst_, const void* left_, const void* right_, int64_t n) {
+  X* dst = static_cast<X*>(dst_);
+  const X* left = static_cast<const X*>(left_);
+  const X* right = static_cast<const X*>(right_);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) dst[i] = narrow<X>(canonical(widen(left[i]) + widen(right[i])));
+}
+
+void add_both(void* dst, const void* left, const void* right, DType dtype, int64_t n) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return add_both_n<float>(dst, left, right, n);
+    case DType::kFloat64:
+      return add_both_n<double>(dst, left, right, n);
+    case DType::kBFloat16:
+      return add_both_n<Bf16>(dst, left, right, n);
+    case DType::kFloat16:
+      return add_both_n<F16>(dst, left, right, n);
+  }
+}
+
 void pair(uint32_t* dst, const uint16_t* hi, const uint16_t* lo, int64_t n) {
   for (int64_t i = 0; i < n; ++i) dst[i] = (static_cast<uint32_t>(hi[i]) << 16) | lo[i];
 }
@@ -170,6 +237,9 @@ constexpr Loops make_loops(void (*transpose)(uint32_t*, const void* const*, int6
           .finish_wire = finish_wire,
           .store_f32 = store<float>,
           .store_f64 = store<double>,
+          .add_from = add_from,
+          .add_to = add_to,
+          .add_both = add_both,
           .pair = pair,
           .transpose = transpose};
 }

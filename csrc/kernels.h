@@ -47,6 +47,13 @@ struct Loops {
   void (*store_f32)(void* dst, DType to, const float* x, int64_t n, float divisor, const float* bias);
   void (*store_f64)(void* dst, DType to, const double* x, int64_t n, double divisor, const double* bias);
 
+  // out = left + right, both read from bf16, fp16 or fp32; dst = (to)(left + right), NaN canonical; dst = left + right,
+  // all of one type, accumulated in fp32 (fp64 for fp64), NaN canonical. What cast, add and store give one after
+  // another.
+  void (*add_from)(float* out, const void* left, const void* right, DType from, int64_t n);
+  void (*add_to)(void* dst, DType to, const float* left, const float* right, int64_t n);
+  void (*add_both)(void* dst, const void* left, const void* right, DType dtype, int64_t n);
+
   // dst_j = (hi_j << 16) | lo_j: one row of pairs of a packed bf16 panel.
   void (*pair)(uint32_t* dst, const uint16_t* hi, const uint16_t* lo, int64_t n);
 

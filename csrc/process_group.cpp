@@ -21,6 +21,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "communicator.h"
+#include "movement.h"
+
 namespace py = pybind11;
 
 namespace tbik {
@@ -482,8 +485,12 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
       options_(c10::make_intrusive<Options>("tbik", setup.timeout)),
       combine_(combine),
       info_(std::move(setup.info)) {
-  if ((setup.region == nullptr && setup.sockets.empty()) == (worker_ == nullptr)) {
-    refuse("process group: expected a shared-memory region, sockets or a second gloo group, and not both");
+  const bool moves = setup.move && !setup.move.is_none();
+  const bool direct = setup.region != nullptr || !setup.sockets.empty();
+  if (direct + (worker_ != nullptr) + moves != 1) {
+    refuse(
+        "process group: expected one of shared memory or sockets, a second gloo group, and a function that moves "
+        "bytes");
   }
   std::unique_ptr<Transport> transport;
   if (!setup.sockets.empty()) {
@@ -491,6 +498,8 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
                                                std::move(setup.local));
   } else if (setup.region) {
     transport = std::make_unique<ShmTransport>(setup.region, rank, size);
+  } else if (moves) {
+    transport = make_mover_transport(std::move(setup.move), "mpi", rank, size, kGlooMessage);
   } else {
     transport = std::make_unique<GroupTransport>(worker_, setup.check);
   }
@@ -1234,7 +1243,7 @@ PYBIND11_MODULE(_C_dist, m) {
   py::class_<ProcessGroupTbik, c10::intrusive_ptr<ProcessGroupTbik>, c10d::Backend>(m, "ProcessGroupTbik")
       .def(py::init([](ProcessGroupTbik::BackendPtr movement, std::optional<ProcessGroupTbik::BackendPtr> worker,
                        std::shared_ptr<tbik::ShmRegion> region, std::vector<int> sockets, std::vector<int> local,
-                       int64_t capacity, int rank, int size, std::chrono::milliseconds timeout,
+                       int64_t capacity, py::object move, int rank, int size, std::chrono::milliseconds timeout,
                        const std::string& placement, int node_size, int64_t one_shot_bytes, int64_t segment_bytes,
                        bool check, py::object split, py::object cuda, std::string info) {
              ProcessGroupTbik::Setup setup;
@@ -1244,6 +1253,7 @@ PYBIND11_MODULE(_C_dist, m) {
              setup.sockets = std::move(sockets);
              setup.local = std::move(local);
              setup.capacity = capacity;
+             setup.move = std::move(move);
              setup.settings = tbik::settings_of(placement, node_size, one_shot_bytes, segment_bytes);
              setup.check = check;
              setup.timeout = timeout;
@@ -1253,7 +1263,7 @@ PYBIND11_MODULE(_C_dist, m) {
              return c10::make_intrusive<ProcessGroupTbik>(rank, size, std::move(setup), combine);
            }),
            py::kw_only(), py::arg("movement"), py::arg("worker"), py::arg("region"), py::arg("sockets"),
-           py::arg("local"), py::arg("capacity"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+           py::arg("local"), py::arg("capacity"), py::arg("move"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("placement"), py::arg("node_size"), py::arg("one_shot_bytes"), py::arg("segment_bytes"),
            py::arg("check"), py::arg("split"), py::arg("cuda"), py::arg("info"))
       .def_property_readonly("options", [](ProcessGroupTbik& group) { return group.getBackendOptions(); })
@@ -1263,6 +1273,8 @@ PYBIND11_MODULE(_C_dist, m) {
       .def_property_readonly("info", &ProcessGroupTbik::info)
       .def("placement", &ProcessGroupTbik::placement, py::arg("num_bytes"));
 
+  tbik::bind_communicator(m, combine);
+  tbik::bind_movement(m);
   m.def("dry_run", &tbik::dry_run_list, py::arg("collective"), py::arg("placement"), py::arg("world"),
         py::arg("node_size"), py::arg("numel"), py::arg("element_bytes") = 4,
         py::arg("segment_bytes") = tbik::kGlooMessage / 2, py::arg("capacity") = tbik::kGlooMessage);

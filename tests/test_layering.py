@@ -28,7 +28,7 @@ CONFINED = {
     "tbik.cli": ("tbik/cli.py", "tbik/__main__.py"),
 }
 KERNELS = ("tbik/kernels/", "tbik/ops/")
-COLLECTIVES = ("tbik/collectives.py", "tbik/backend.py", "tbik/launch.py")
+COLLECTIVES = ("tbik/collectives.py", "tbik/backend.py", "tbik/launch.py", "tbik/mpi_movement.py")
 
 
 def imports_of(source: str) -> set[str]:
