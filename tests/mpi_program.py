@@ -283,7 +283,7 @@ def killed(comm: Any, transport: str = "auto") -> None:
     before = x.copy()
     start = time.monotonic()
     with pytest.raises(TransportError, match=rf"(rank {last}|has given up)") as caught:
-        launch.allreduce(comm, x, out=x, timeout_s=30)
+        launch.allreduce(comm, x, out=x, timeout_s=90)
     assert "gone" in str(caught.value) and time.monotonic() - start < 10, caught.value
     assert x.tobytes() == before.tobytes()
     print("passed killed", transport, "on rank", comm.rank, flush=True)
