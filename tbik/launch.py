@@ -276,10 +276,10 @@ def _allreduce_any(reducer: Any, array: Any, op: Any, out: Any, dtype: Any, time
         _require_same("launch.allreduce", records, refusal)
         raise TransportError("launch.allreduce: the ranks disagree about a call, but not about its terms")
     root: np.ndarray = request.root.view(array.dtype)
-    if out is None:
-        return root
-    out[...] = root  # commit: nothing of the caller's is written before this line
-    return out
+    if out is not None:
+        out[...] = root  # commit: nothing of the caller's is written before this line
+        root = out
+    return root
 
 
 def _limit_s(where: str, timeout_s: Any) -> float:
