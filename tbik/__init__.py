@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import tbik.ops as ops
     from tbik.collectives import Cover, all_reduce, reduce_scatter
     from tbik.gradients import GradientTree
+    from tbik.huggingface.parallelize import load_checkpoint, parallelize
     from tbik.integrity.fingerprint import fingerprint
     from tbik.packing import freeze, unfreeze
 
@@ -37,8 +38,10 @@ _LAZY = {
     "gradients": "tbik.gradients",
     "unfreeze": "tbik.packing",
     "launch": "tbik.launch",
+    "load_checkpoint": "tbik.huggingface.parallelize",
     "nn": "tbik.nn",
     "ops": "tbik.ops",
+    "parallelize": "tbik.huggingface.parallelize",
 }
 
 __all__ = [
@@ -56,8 +59,10 @@ __all__ = [
     "freeze",
     "gradients",
     "launch",
+    "load_checkpoint",
     "nn",
     "ops",
+    "parallelize",
     "reduce_scatter",
     "unfreeze",
 ]

@@ -1,0 +1,514 @@
+"""What takes the place of a Hugging Face decoder's modules: the same model on tbik operators, whole or sharded.
+
+    (y, h) = add_rms_norm(d, h); a = o_proj(heads(qkv_proj(y)))         one layer: (d, h) -> (d, h)
+    (y, h) = add_rms_norm(a, h); d = down_proj(silu(gate) up)           gate, up = gate_up_proj(y)
+    logits = lm_head(add_rms_norm(d, h))                                fp32, rows of the vocabulary of each rank
+
+A layer takes and returns what was last added and the residual stream beside it, so that every fan-in is add_rms_norm's
+(L3) and the sum is rounded once. Between embedding and logits there are real tokens only (rows.py).
+
+Suffixes: R real tokens, H heads, G KV heads of this rank, D head_dim, V vocabulary, v this rank's rows of it,
+B batch, T tokens of the call, S cached and new tokens.
+Errors: PlanError. Bits: batch-invariant and layout-invariant (tests/test_parallelize.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from tbik import ops
+from tbik.collectives import all_gather_bytes, all_reduce
+from tbik.errors import PlanError
+from tbik.gradients import use
+from tbik.head_parallel import HeadOptions, Heads, head_attention, normed_and_turned
+from tbik.huggingface.rows import Rows, rows_of
+from tbik.nn import ColumnParallelGroup, RowParallelLinear, _differentiable_once
+from tbik.ops.linear import CoverRun, PackedWeight, linear_dw, linear_dx
+from tbik.ops.rope import RopeFrequencies
+from tbik.packing import Packable, PackSpec
+from tbik.plan import Layout, ModelShape, TreePlan
+from tbik.vocabulary import VocabParallel
+
+
+class Setting:
+    """What all modules of one model share. compute_dtype None: the dtype the weights are stored in."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        plan: TreePlan,
+        layout: Layout,
+        group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype | None,
+        frequencies: RopeFrequencies,
+    ) -> None:
+        self.shape, self.plan, self.layout, self.group = shape, plan, layout, group
+        self.compute_dtype, self.frequencies = compute_dtype, frequencies
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.heads = Heads(shape, layout, plan, group)
+        self.vocabulary = VocabParallel(shape.vocab, plan=plan, group=group, runs=layout.vocab)
+
+    def __deepcopy__(self, memo: Any) -> Setting:
+        return self  # immutable, and a process group has no copy
+
+    def compute(self, weight: Tensor) -> torch.dtype:
+        return weight.dtype if self.compute_dtype is None else self.compute_dtype
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One call: its rows, the rope tables of their positions [R, D/2], the cache, and its live slots [B, longest]."""
+
+    rows: Rows
+    sin: Tensor
+    cos: Tensor
+    cache: Cache | None
+    slots: Tensor | None
+    lengths: Tensor | None
+
+
+# --- ends of the model ------------------------------------------------------------------------------------------------
+
+
+class VocabEmbedding(torch.nn.Module):
+    """x[r] = cast(W[ids[r]]): each rank holds rows of W [v, hidden] and adds -0.0 for the others (A8)."""
+
+    def __init__(
+        self, setting: Setting, weight: torch.nn.Parameter, padding_idx: int | None, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.setting, self.weight, self.padding_idx = setting, weight, padding_idx
+        self.num_embeddings, self.embedding_dim = setting.shape.vocab, setting.shape.hidden
+        self.tied = tied
+
+    def forward(self, ids: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
+        setting = self.setting
+        weight = use(self.weight, 0) if self.tied else self.weight  # a tree for each use (S4)
+        x = ops.embedding(
+            ids,
+            weight,
+            first_row=setting.vocabulary.columns[0],
+            vocabulary=setting.shape.vocab,
+            out_dtype=setting.compute(self.weight),
+            sample_offsets=sample_offsets,
+            plan=setting.plan,
+        )
+        if setting.size == 1:
+            return x
+        whole: Tensor = _AddRanks.apply(setting, x)  # type: ignore[no-untyped-call]
+        return whole
+
+    def extra_repr(self) -> str:
+        first, end = self.setting.vocabulary.columns
+        return f"{self.num_embeddings}, {self.embedding_dim}, rows [{first}, {end})"
+
+
+class _AddRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, setting: Setting, x: Tensor) -> Tensor:
+        return all_reduce(x, setting.group, plan=setting.plan)
+
+    @staticmethod
+    @_differentiable_once
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Any, ...]:
+        return None, dy  # each rank takes its own rows of it
+
+
+class VocabHead(Packable):
+    """logits [R, v] = x W^T, fp32: this rank's rows of the vocabulary; dX is one tree over V, never narrowed (A6)."""
+
+    def __init__(self, setting: Setting, weight: torch.nn.Parameter, tied: bool = False) -> None:
+        super().__init__()
+        self.setting, self.weight, self.tied = setting, weight, tied
+        self.in_features, self.out_features = setting.shape.hidden, setting.shape.vocab
+
+    def pack_specs(self) -> dict[str, PackSpec]:
+        run = CoverRun(self.in_features, 0, self.setting.plan.leaves)
+        return {"weight": PackSpec(self.setting.plan, self.setting.compute(self.weight), None, run)}
+
+    def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
+        setting = self.setting
+        weight, compute = self.weight_of("weight"), setting.compute(self.weight)
+        if self.tied and not isinstance(weight, PackedWeight):
+            weight = use(weight, 1)
+        if setting.size == 1 or isinstance(weight, PackedWeight):
+            return ops.linear(
+                x,
+                weight,
+                plan=setting.plan,
+                compute_dtype=compute,
+                out_dtype=torch.float32,
+                sample_offsets=sample_offsets,
+            )
+        logits: Tensor = _Head.apply(setting, compute, sample_offsets, x, weight)  # type: ignore[no-untyped-call]
+        return logits
+
+    def extra_repr(self) -> str:
+        first, end = self.setting.vocabulary.columns
+        return f"in_features={self.in_features}, out_features={self.out_features}, rows [{first}, {end})"
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        setting: Setting,
+        compute: torch.dtype,
+        sample_offsets: Sequence[int] | None,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        ctx.setting, ctx.compute, ctx.sample_offsets = setting, compute, sample_offsets
+        ctx.save_for_backward(x, weight)
+        return ops.linear(
+            x,
+            weight,
+            plan=setting.plan,
+            compute_dtype=compute,
+            out_dtype=torch.float32,
+            sample_offsets=sample_offsets,
+        )
+
+    @staticmethod
+    @_differentiable_once
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Any, ...]:
+        x, weight = saved
+        setting, vocabulary = ctx.setting, ctx.setting.vocabulary
+        dx = dw = None
+        if ctx.needs_input_grad[3]:
+            values = linear_dx(
+                [dy], [weight], [vocabulary.run], plan=setting.plan, compute_dtype=ctx.compute, parallel=False
+            )
+            sharding = vocabulary.sharding
+            dx = all_reduce(
+                sharding.cover(values), sharding.group, plan=setting.plan, runs=sharding.runs, out_dtype=x.dtype
+            )
+        if ctx.needs_input_grad[4]:
+            dw = linear_dw(
+                dy, x, plan=setting.plan, compute_dtype=ctx.compute, sample_offsets=ctx.sample_offsets
+            )
+        return None, None, None, dx, dw
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    """[R, v] of each rank -> [R, V] on every rank; backward: this rank's columns of a gradient that all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, vocabulary: VocabParallel, local: Tensor) -> Tensor:
+        ctx.columns = vocabulary.columns
+        widths = [end - first for first, end in vocabulary.bounds]
+        padded = local.new_zeros(local.shape[0], max(widths))
+        padded[:, : local.shape[1]] = local
+        message = padded.view(-1).view(torch.uint8)
+        gathered = all_gather_bytes(message, vocabulary.sharding.group, "logits")
+        parts = gathered.view(-1).view(local.dtype).view(len(widths), *padded.shape)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths)], dim=1)
+
+    @staticmethod
+    @_differentiable_once
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Any, ...]:
+        return None, dy[:, slice(*ctx.columns)].contiguous()
+
+
+class RMSNorm(torch.nn.Module):
+    """(y, h) = (rms_norm(h), h), h = cast(x + residual) (R2)."""
+
+    def __init__(self, setting: Setting, weight: torch.nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.setting, self.weight, self.eps = setting, weight, eps
+
+    def forward(self, x: Tensor, residual: Tensor, sample_offsets: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        return ops.add_rms_norm(
+            x, residual, self.weight, self.eps, sample_offsets=sample_offsets, plan=self.setting.plan
+        )
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+# --- a layer ----------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    """q, k, v as one group, the heads of this rank, and the row-parallel output."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        index: int,
+        qkv_proj: ColumnParallelGroup,
+        o_proj: RowParallelLinear,
+        options: HeadOptions,
+        q_norm: torch.nn.Parameter | None = None,
+        k_norm: torch.nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.setting, self.layer_idx, self.options = setting, index, options
+        self.qkv_proj, self.o_proj = qkv_proj, o_proj
+        self.register_parameter("q_norm", q_norm)
+        self.register_parameter("k_norm", k_norm)
+
+    def forward(self, x: Tensor, call: Pass) -> Tensor:
+        heads, dim, samples = self.setting.heads, self.setting.shape.head_dim, call.rows.samples
+        q, k, v = (y.view(y.shape[0], -1, dim) for y in self.qkv_proj(x, samples))
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if call.cache is None:
+            out = head_attention(heads, q, k, v, call.sin, call.cos, samples, self.options, q_norm, k_norm)
+        else:
+            q = normed_and_turned(q, q_norm, call.sin, call.cos, self.options.eps)
+            k = normed_and_turned(k, k_norm, call.sin, call.cos, self.options.eps)
+            out = self._with_cache(q, k, v, call, call.cache)
+        y: Tensor = self.o_proj(out.reshape(out.shape[0], -1), samples)
+        return y
+
+    def _with_cache(self, q: Tensor, k: Tensor, v: Tensor, call: Pass, cache: Cache) -> Tensor:
+        rows = call.rows
+        stored = cache.update(
+            rows.unpack(k).transpose(1, 2), rows.unpack(v).transpose(1, 2), self.layer_idx
+        )  # [B, G, S, D]
+        keys, values = (t if t.stride(3) == 1 else t.contiguous() for t in stored)
+        batch, _, width, _ = keys.shape
+        lengths = torch.full((batch,), width) if call.lengths is None else call.lengths
+        if call.slots is None:
+            table = torch.arange(batch)[:, None]
+            pages = [t.transpose(1, 2) for t in (keys, values)]
+        else:
+            keys, values = (t if t.is_contiguous() else t.contiguous() for t in (keys, values))
+            # slots of one token: page p begins p tokens after the first one, so a table may skip the padding
+            pages = [_token_pages(t) for t in (keys, values)]
+            table = torch.arange(batch)[:, None] * (keys.shape[1] * width) + call.slots
+        return ops.paged_attention(
+            q,
+            *pages,
+            table,
+            lengths,
+            torch.tensor(rows.samples),
+            scale=self.options.scale,
+            window=self.options.window,
+            sharing=self.setting.heads.sharing,
+        )
+
+
+def _token_pages(x_BGSD: Tensor) -> Tensor:
+    batch, heads, width, dim = x_BGSD.shape
+    count = (batch - 1) * heads * width + width
+    return x_BGSD.as_strided((count, 1, heads, dim), (dim, dim, width * dim, 1))
+
+
+class MLP(torch.nn.Module):
+    """down_proj(silu(gate) up)."""
+
+    def __init__(self, gate_up_proj: ColumnParallelGroup, down_proj: RowParallelLinear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, x: Tensor, sample_offsets: Sequence[int]) -> Tensor:
+        gate, up = self.gate_up_proj(x, sample_offsets)
+        y: Tensor = self.down_proj(ops.silu_and_mul(gate, up), sample_offsets)
+        return y
+
+
+class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+    """(d, h) -> (d, h): what was last added, and the residual stream without it."""
+
+    def __init__(self, self_attn: Attention, mlp: MLP, before: RMSNorm, between: RMSNorm) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm, self.post_attention_layernorm = before, between
+
+    def forward(self, x: Tensor, residual: Tensor, call: Pass) -> tuple[Tensor, Tensor]:
+        samples = call.rows.samples
+        y, h = self.input_layernorm(x, residual, samples)
+        y, h = self.post_attention_layernorm(self.self_attn(y, call), h, samples)
+        return self.mlp(y, samples), h
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class DecoderModel:
+    """Mixin before a Hugging Face base model: embed_tokens, layers and norm are the modules of this file."""
+
+    setting: Setting
+
+    def run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+        sample_offsets: Sequence[int] | None,
+        others: dict[str, Any],
+    ) -> tuple[Tensor, Rows, Cache | None]:
+        """The normed rows [R, hidden]."""
+        model: Any = self
+        where = f"{type(self).__name__}.forward"
+        unknown = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if unknown:
+            raise PlanError(f"{where}: {unknown} are not supported by a model that tbik.parallelize made")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise PlanError(f"{where}: expected input_ids or inputs_embeds")
+        given: Tensor = input_ids if input_ids is not None else inputs_embeds  # type: ignore[assignment]
+        if given.dim() != (2 if input_ids is not None else 3):
+            raise PlanError(f"{where}: expected input_ids [B, T] or inputs_embeds [B, T, hidden], got {given.shape}")
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        cache = self._cache(where, past_key_values, use_cache, training)
+        past = 0 if cache is None else cache.get_seq_length()
+        rows = rows_of(given.shape[0], given.shape[1], past, attention_mask, position_ids, sample_offsets)
+        if cache is not None and len(rows.samples) != rows.batch + 1:
+            if use_cache or past_key_values is not None:
+                raise PlanError(f"{where}: packed rows have no cache; use_cache=False, or generate from a padded batch")
+            cache = None
+        if input_ids is not None:
+            x = model.embed_tokens(rows.pack(input_ids), rows.samples)
+        else:
+            x = rows.pack(given)
+        sin, cos = ops.rope_tables(
+            rows.positions, self.setting.frequencies.inv_freq, scale=self.setting.frequencies.scale
+        )
+        slots = lengths = None
+        if cache is not None and rows.live is not None:
+            lengths = rows.live.sum(1)
+            # the live slots first, in order; what follows them is never read
+            slots = (~rows.live).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
+        call = Pass(rows, sin, cos, cache, slots, lengths)
+        # -0.0 is the neutral element, -0.0 itself included
+        residual = torch.full_like(x, -0.0, requires_grad=False)
+        for layer in model.layers:
+            x, residual = layer(x, residual, call=call)
+        y, _ = model.norm(x, residual, rows.samples)
+        return y, rows, cache
+
+    def _cache(self, where: str, cache: Any, use_cache: bool | None, training: bool) -> Cache | None:
+        model: Any = self
+        if training:
+            if cache is not None or use_cache:
+                raise PlanError(
+                    f"{where}: a cache has no backward; use torch.no_grad() to generate, use_cache=False to train"
+                )
+            return None
+        if cache is None:
+            wanted = model.config.use_cache if use_cache is None else use_cache
+            return DynamicCache() if wanted else None
+        if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+            raise PlanError(f"{where}: past_key_values is a DynamicCache, got {type(cache).__name__}")
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
+                # it would drop keys by slot, padding counted; the window is the mask's business
+                cache.layers[index] = DynamicLayer()
+            elif type(layer) is not DynamicLayer:
+                raise PlanError(f"{where}: layer {index} of the cache is a {type(layer).__name__}, not a DynamicLayer")
+        return cache
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        sample_offsets: Sequence[int] | None = None,
+        **others: Any,
+    ) -> Any:
+        """Last hidden states [B, T, hidden] after the norm, 0 at padding."""
+        return_dict = others.pop("return_dict", None)
+        y, rows, cache = self.run(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, sample_offsets, others
+        )
+        output = BaseModelOutputWithPast(last_hidden_state=rows.unpack(y), past_key_values=cache)
+        return output.to_tuple() if return_dict is False else output
+
+
+class CausalModel:
+    """Mixin before a Hugging Face ...ForCausalLM whose base model is a DecoderModel and whose lm_head a VocabHead."""
+
+    setting: Setting
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        sample_offsets: Sequence[int] | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """fp32 logits [B, T, V], 0 at padding; with labels the loss.
+
+        labels [B, T], the ids or -100: loss = token sum * fp32(1 / num_items_in_batch), by default 1 / number of
+        targets of this call; the factor multiplies the fp32 gradient that enters (S4). With labels the logits are given
+        in eval mode only, and without a graph.
+        """
+        model: Any = self
+        if others.pop("shift_labels", None) is not None:
+            raise PlanError("parallelize: shift_labels is not supported; pass labels, which are shifted by sequence")
+        y, rows, cache = model.model.run(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, sample_offsets, others
+        )
+        loss = None
+        if labels is not None:
+            if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+                raise PlanError("parallelize: labels need the logits of every token; leave logits_to_keep out")
+            targets = rows.targets(labels)
+            local = model.lm_head(y, rows.samples)
+            total, count = self.setting.vocabulary.cross_entropy(local, targets, sample_offsets=list(rows.samples))
+            loss = total * _reciprocal(count if num_items_in_batch is None else num_items_in_batch)
+            logits = None if model.training else rows.unpack(self._gather(local.detach()))
+        else:
+            kept, width, places = rows.keep(logits_to_keep)
+            if kept is None:
+                logits = rows.unpack(self._gather(model.lm_head(y, rows.samples)))
+            else:
+                if torch.is_grad_enabled() and y.requires_grad:
+                    raise PlanError(
+                        "parallelize: logits_to_keep has no gradient by samples; use torch.no_grad() or all logits"
+                    )
+                logits = self._gather(model.lm_head(y.index_select(0, kept)))
+                part = Rows(rows.batch, width, 0, places, kept, (0, len(kept)), None)
+                logits = part.unpack(logits)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return output.to_tuple() if return_dict is False else output
+
+    def _gather(self, local: Tensor) -> Tensor:
+        if self.setting.size == 1:
+            return local
+        whole: Tensor = _GatherVocabulary.apply(self.setting.vocabulary, local)  # type: ignore[no-untyped-call]
+        return whole
+
+    def save_pretrained(self, save_directory: Any, **arguments: Any) -> None:
+        """An ordinary checkpoint that transformers loads; the ranks' shards are put together on rank 0."""
+        from tbik.huggingface.checkpoint import save_checkpoint
+
+        extra = sorted(name for name, value in arguments.items() if value not in (None, False, True))
+        if extra:
+            raise PlanError(f"save_pretrained: {extra} are not supported by a parallelized model")
+        save_checkpoint(self, save_directory)  # type: ignore[arg-type]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError("resize_token_embeddings: the vocabulary is in shards; resize before tbik.parallelize")
+
+
+def _reciprocal(count: int | Tensor) -> Tensor:
+    """fp32(1 / count)."""
+    number = float(count)
+    if not number > 0:
+        raise PlanError(f"parallelize: the loss is divided by the number of targets, expected one at least, got {count}")
+    return torch.tensor(1.0 / number, dtype=torch.float32)

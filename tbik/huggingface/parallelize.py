@@ -1,0 +1,484 @@
+"""A Hugging Face decoder becomes the same model on tbik operators, in place, whole or sharded over a group.
+
+    tbik.parallelize(model, group, plan)      every rank passes the same loaded model and keeps its shard
+    tbik.load_checkpoint(folder, group)       every rank reads its shard only
+
+Families: Llama, Mistral, Qwen2, Qwen3 (...ForCausalLM). What would change a sum or is not understood is refused by
+name before anything is changed: other classes (adapters, quantised or parametrized layers), hooks, replaced forwards,
+other kinds of rope, dropout, a plan without whole heads at this TP size.
+
+    q, k, v -> self_attn.qkv_proj     gate, up -> mlp.gate_up_proj     the rest keeps its name
+    shards: TreePlan.layout, i.e. whole query heads (KV heads replicated where needed), leaf runs of MLP and vocabulary
+
+Errors: PlanError; nothing is changed then. Bits: layout-invariant and batch-invariant, forward and backward
+(tests/test_parallelize.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from tbik import ops
+from tbik.errors import PlanError
+from tbik.head_parallel import HeadOptions
+from tbik.huggingface.modules import (
+    MLP,
+    Attention,
+    CausalModel,
+    DecoderLayer,
+    DecoderModel,
+    RMSNorm,
+    Setting,
+    VocabEmbedding,
+    VocabHead,
+)
+from tbik.nn import ColumnParallelGroup, RowParallelLinear
+from tbik.plan import ModelShape, Run, TreePlan
+
+M = TypeVar("M", bound=torch.nn.Module)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEFAULT_TP_SIZES = ((1, 2, 3, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2, 4), (1, 2, 3), (1, 2), (1,))
+
+
+class Family(NamedTuple):
+    """The classes of one architecture, exactly; a subclass is something else."""
+
+    causal: type
+    base: type
+    layer: type
+    attention: type
+    mlp: type
+    norm: type
+    rotary: type
+
+
+FAMILIES = tuple(
+    Family(*(getattr(module, f"{name}{part}") for part in (
+        "ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding",
+    )))
+    for module, name in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
+)  # fmt: skip
+SUPPORTED = ", ".join(family.causal.__name__ for family in FAMILIES)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a parameter of the checkpoint is: `parameter` of the model holds, on rank r, [lo, hi) = held[r] of `axis`.
+
+    held None: the whole tensor, on every rank. counted: of what several ranks hold, the range each answers for.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    axis: int = 0
+    held: tuple[Run, ...] | None = None
+    counted: tuple[Run, ...] | None = None
+
+
+Read = Callable[[str, Part, int], torch.nn.Parameter]
+"""(name in the checkpoint, its part, rank) -> the rank's parameter."""
+
+
+def parallelize(
+    model: M,
+    group: dist.ProcessGroup | None = None,
+    plan: TreePlan | None = None,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> M:
+    """The model, in place, on tbik operators; this rank keeps its shard of the weights. Returns `model`.
+
+    group: the tensor-parallel group, None for one rank. All ranks pass the same model and make the same calls.
+    plan: decides the bits; by default the one stored in the config (`tbik_plan`), else `default_plan(config)`, which
+        does not depend on the group.
+    compute_dtype: dtype of activations and products, by default that of the weights. bfloat16 with fp32 weights: master
+        weights whose gradients leave in fp32 (S2). float32 with bf16 weights: LayerCast.
+    Logits are fp32. Errors: PlanError. Bits: layout-invariant and batch-invariant.
+    """
+    family = _family(model)
+    _refuse_changed(model, family)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        _require_parameter(name, parameter)
+    if any(parameter.device.type == "meta" for parameter in parameters.values()):
+        _refuse("the model's weights are on the meta device; tbik.load_checkpoint(folder) reads them, each its shard")
+
+    def read(name: str, part: Part, rank: int) -> torch.nn.Parameter:
+        whole = parameters[name]
+        if tuple(whole.shape) != part.shape:
+            _refuse(f"{name} has shape {list(whole.shape)}, the config says {list(part.shape)}")
+        if part.held is None or len(part.held) == 1:
+            return whole
+        lo, hi = part.held[rank]
+        share = whole.detach().narrow(part.axis, lo, hi - lo).contiguous().clone()
+        return torch.nn.Parameter(share, requires_grad=whole.requires_grad)
+
+    _convert(model, family, group, plan, compute_dtype, read)
+    return model
+
+
+def default_plan(config: Any) -> TreePlan:
+    """The plan of a model whose maker named none: it serves as many of TP 1, 2, 3, 4, 8 as one L can.
+
+    A function of the config alone, so that two runs agree whatever their layout. For other sizes or a wire dtype:
+    TreePlan.for_model(config, tp_sizes).
+    """
+    stored = getattr(config, "tbik_plan", None)
+    if stored:
+        return TreePlan.from_key(stored)
+    for sizes in DEFAULT_TP_SIZES[:-1]:
+        try:
+            return TreePlan.for_model(config, sizes)
+        except PlanError:
+            continue
+    return TreePlan.for_model(config, DEFAULT_TP_SIZES[-1])
+
+
+def load_checkpoint(
+    folder: Path | str,
+    group: dist.ProcessGroup | None = None,
+    plan: TreePlan | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Any:
+    """The parallelized model of a folder with config.json and *.safetensors; each rank reads its shard only.
+
+    dtype: of the weights, that of the config by default; weights stored in another one are rounded once. The rest as
+    in parallelize, whose bits these are. In eval mode, like from_pretrained. Errors: PlanError.
+    """
+    from tbik.decoder import Checkpoint
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        _refuse(f"expected a checkpoint folder, found no file {folder / 'config.json'}")
+    fields = json.loads((folder / "config.json").read_text())
+    architectures = fields.get("architectures") or [None]
+    causal = {family.causal.__name__: family.causal for family in FAMILIES}.get(architectures[0])
+    if causal is None or len(architectures) != 1:
+        _refuse(f"{folder / 'config.json'}: architectures = {architectures}; supported: {SUPPORTED}")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    stored = getattr(config, "dtype", None)
+    wanted = dtype if dtype is not None else stored if isinstance(stored, torch.dtype) else torch.float32
+    if wanted not in DTYPES:
+        _refuse(f"dtype is bfloat16, float16 or float32, got {wanted}")
+    with torch.device("meta"):
+        model = causal(config)
+    checkpoint = Checkpoint(folder, wanted)
+
+    def read(name: str, part: Part, rank: int) -> torch.nn.Parameter:
+        held = None if part.held is None else part.held[rank]
+        return torch.nn.Parameter(checkpoint.read(name, part.shape, held, part.axis))
+
+    family = _family(model)
+    _refuse_changed(model, family)
+    with torch.no_grad():
+        _convert(model, family, group, plan, compute_dtype, read)
+    checkpoint.close(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+    model.config.dtype = wanted
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse(message: str) -> NoReturn:
+    raise PlanError(f"parallelize: {message}")
+
+
+def _family(model: Any) -> Family:
+    if not isinstance(model, torch.nn.Module):
+        _refuse(f"model is a Hugging Face model, got {type(model).__name__}")
+    if isinstance(model, (CausalModel, DecoderModel)):
+        _refuse("the model is parallelized already")
+    for family in FAMILIES:
+        if type(model) is family.causal:
+            return family
+    if type(model).__module__.split(".")[0] == "peft" or hasattr(model, "peft_config"):
+        _refuse("the model has LoRA/PEFT adapters; merge them first (merge_and_unload())")
+    _refuse(f"{type(model).__name__} is not a supported family; supported: {SUPPORTED}")
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+          "_load_state_dict_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # fmt: skip
+
+
+def _refuse_changed(model: Any, family: Family) -> None:
+    """Everything between the stock model and what is found."""
+    config = model.config
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        _refuse("the model has LoRA/PEFT adapters; merge them first (merge_and_unload())")
+    if getattr(config, "quantization_config", None) or getattr(model, "is_quantized", False):
+        _refuse("the model is quantised; load it in bfloat16, float16 or float32")
+    if getattr(model, "_tp_size", None) not in (None, 1) or getattr(model, "_device_mesh", None) is not None:
+        _refuse("the model is tensor-parallel already (tp_plan); load it without")
+    if getattr(model, "hf_device_map", None):
+        _refuse("the model is spread over devices (device_map); load it without")
+    expected = _expected_types(family)
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind not in expected:
+            _refuse(
+                f"{name} is a {kind.__module__}.{kind.__name__}, which is no part of {family.causal.__name__}: "
+                "adapters (LoRA), quantised and parametrized layers are not supported; merge or remove them first"
+            )
+        for kind_of_hook in _HOOKS:
+            if getattr(module, kind_of_hook, None):
+                _refuse(f"{name or 'the model'} has hooks ({kind_of_hook}), which would not be called; remove them")
+        if "forward" in vars(module) or hasattr(module, "_hf_hook"):
+            _refuse(f"{name or 'the model'} has a forward of its own (a wrapper); remove it first")
+    _refuse_config(config)
+
+
+def _expected_types(family: Family) -> set[type]:
+    activation = type(transformers.activations.ACT2FN["silu"])
+    return {*family, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, activation}
+
+
+def _refuse_config(config: Any) -> None:
+    for name, supported in (
+        ("hidden_act", ("silu", "swish")),
+        ("attention_dropout", (0, None)),
+        ("pretraining_tp", (1, None)),
+    ):
+        value = getattr(config, name, None)
+        if value is not None and value not in supported:
+            _refuse(f"{name} = {value!r} is not supported; expected {supported[0]!r}")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        _refuse(f"layer_types {sorted(kinds)} are not supported; expected full_attention or sliding_attention")
+
+
+def _require_parameter(name: str, parameter: Tensor) -> None:
+    if type(parameter) is not torch.nn.Parameter:
+        _refuse(f"{name} is a {type(parameter).__name__}, expected a plain parameter (no DTensor, no quantised tensor)")
+    if parameter.dtype not in DTYPES:
+        _refuse(f"{name} is {parameter.dtype}; expected bfloat16, float16 or float32")
+    if parameter.device.type not in ("cpu", "meta"):
+        _refuse(f"{name} is on {parameter.device}; this version has CPU kernels only, use model.cpu()")
+    if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        _refuse(f"{name} has gradient hooks, which would be lost; register them after parallelize")
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Makes the modules of one model and notes where each parameter of the checkpoint went."""
+
+    def __init__(self, setting: Setting, read: Read, biases: Callable[[str], bool]) -> None:
+        self.setting, self._read, self._has_bias = setting, read, biases
+        self.parts: dict[str, Part] = {}
+        shape, layout, plan = setting.shape, setting.layout, setting.plan
+        dim = shape.head_dim
+
+        def scaled(runs: Sequence[Run]) -> tuple[Run, ...]:
+            return tuple((lo * dim, hi * dim) for lo, hi in runs)
+
+        self.q_rows, self.kv_rows = scaled(layout.heads), scaled(layout.kv_heads)
+        self.own_kv_rows = scaled(setting.heads.own_kv)
+        mlp_cuts = plan.cuts(shape.intermediate)
+        self.mlp_rows = tuple((mlp_cuts[lo], mlp_cuts[hi]) for lo, hi in layout.mlp)
+
+    def take(self, name: str, part: Part) -> torch.nn.Parameter:
+        self.parts[name] = part
+        return self._read(name, part, self.setting.rank)
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.setting, self.take(f"{name}.weight", Part(f"{name}.weight", (size,))), eps)
+
+    def group(
+        self,
+        prefix: str,
+        place: str,
+        members: Sequence[tuple[str, Sequence[Run], Sequence[Run]]],
+        runs: Sequence[Run],
+        head_dim: int | None = None,
+    ) -> ColumnParallelGroup:
+        """members: name, rows each rank holds, rows each rank answers for."""
+        weights, biases, lengths = [], [], []
+        for name, held, counted in members:
+            length = held[-1][1]
+            source, target = f"{prefix}.{name}_proj", f"{prefix}.{place}"
+            where = {"held": tuple(held), "counted": tuple(counted)}
+            shape = (length, self.setting.shape.hidden)
+            weights.append(self.take(f"{source}.weight", Part(f"{target}.weight_{name}", shape, **where)))
+            bias = None
+            if self._has_bias(source):
+                bias = self.take(f"{source}.bias", Part(f"{target}.bias_{name}", (length,), **where))
+            biases.append(bias)
+            lengths.append(length)
+        return ColumnParallelGroup(
+            weights,
+            biases,
+            out_features=lengths,
+            plan=self.setting.plan,
+            group=self.setting.group,
+            runs=runs,
+            held_rows=[list(held) for _, held, _ in members],
+            head_dim=head_dim,
+            names=[name for name, _, _ in members],
+            compute_dtype=self.setting.compute_dtype,
+        )
+
+    def row(self, name: str, columns: Sequence[Run], runs: Sequence[Run], head_dim: int | None) -> RowParallelLinear:
+        hidden, length = self.setting.shape.hidden, columns[-1][1]
+        part = Part(f"{name}.weight", (hidden, length), 1, tuple(columns), tuple(columns))
+        weight = self.take(f"{name}.weight", part)
+        bias = self.take(f"{name}.bias", Part(f"{name}.bias", (hidden,))) if self._has_bias(name) else None
+        return RowParallelLinear(
+            weight,
+            bias,
+            in_features=length,
+            plan=self.setting.plan,
+            group=self.setting.group,
+            runs=runs,
+            head_dim=head_dim,
+            compute_dtype=self.setting.compute_dtype,
+        )
+
+    def vocabulary(self, name: str) -> torch.nn.Parameter:
+        rows = self.setting.vocabulary.bounds
+        shape = (self.setting.shape.vocab, self.setting.shape.hidden)
+        return self.take(name, Part(name, shape, 0, rows, rows))
+
+    def layer(self, prefix: str, old: Any, config: Any) -> DecoderLayer:
+        setting, shape, layout = self.setting, self.setting.shape, self.setting.layout
+        attention = old.self_attn
+        eps, name = config.rms_norm_eps, f"{prefix}.self_attn"
+        qkv = self.group(
+            name,
+            "qkv_proj",
+            [
+                ("q", self.q_rows, self.q_rows),
+                ("k", self.kv_rows, self.own_kv_rows),
+                ("v", self.kv_rows, self.own_kv_rows),
+            ],
+            layout.attention,
+            shape.head_dim,
+        )
+        norms: list[torch.nn.Parameter | None] = [None, None]
+        if hasattr(attention, "q_norm"):
+            norms = [
+                self.take(f"{name}.{n}_norm.weight", Part(f"{name}.{n}_norm", (shape.head_dim,))) for n in ("q", "k")
+            ]
+        new_attention = Attention(
+            setting,
+            attention.layer_idx,
+            qkv,
+            self.row(f"{name}.o_proj", self.q_rows, layout.attention, shape.head_dim),
+            HeadOptions(eps, attention.scaling, _window(attention, config)),
+            *norms,
+        )
+        gate_up = self.group(
+            f"{prefix}.mlp", "gate_up_proj", [(n, self.mlp_rows, self.mlp_rows) for n in ("gate", "up")], layout.mlp
+        )
+        mlp = MLP(gate_up, self.row(f"{prefix}.mlp.down_proj", self.mlp_rows, layout.mlp, None))
+        return DecoderLayer(
+            new_attention,
+            mlp,
+            self.norm(f"{prefix}.input_layernorm", shape.hidden, eps),
+            self.norm(f"{prefix}.post_attention_layernorm", shape.hidden, eps),
+        )
+
+
+def _window(attention: Any, config: Any) -> int | None:
+    window = attention.sliding_window if hasattr(attention, "sliding_window") else None
+    if isinstance(attention, mistral.MistralAttention):
+        window = config.sliding_window
+    return None if window is None else int(window)
+
+
+def _convert(
+    model: Any,
+    family: Family,
+    group: dist.ProcessGroup | None,
+    plan: TreePlan | None,
+    compute_dtype: torch.dtype | None,
+    read: Read,
+) -> None:
+    config = model.config
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        _refuse(f"group is a ProcessGroup this rank belongs to, or None for one rank, got {group!r}")
+    if compute_dtype not in (None, *DTYPES):
+        _refuse(f"compute_dtype is bfloat16, float16 or float32, got {compute_dtype!r}")
+    if plan is not None and not isinstance(plan, TreePlan):
+        _refuse(f"plan is a tbik.TreePlan, got {type(plan).__name__}")
+    plan = default_plan(config) if plan is None else plan
+    if plan.acc_dtype != "float32":
+        _refuse(f"a whole model accumulates in float32, the plan says {plan.acc_dtype}")
+    shape = ModelShape.from_config(config)
+    size = 1 if group is None else group.size()
+    try:
+        layout = plan.layout(shape, size)
+    except PlanError as error:
+        _refuse(f"{plan.leaves} leaves do not serve TP={size}: {error}; TreePlan.for_model(config, tp_sizes) finds L")
+    frequencies = ops.inverse_frequencies(config.to_dict())
+    tied = bool(config.tie_word_embeddings)
+    if not tied and model.lm_head.weight is model.model.embed_tokens.weight:
+        _refuse("lm_head and the embedding share a weight, but the config says tie_word_embeddings=False")
+    if tied and model.lm_head.weight is not model.model.embed_tokens.weight and not model.lm_head.weight.is_meta:
+        _refuse("the config says tie_word_embeddings=True, but lm_head has a weight of its own; model.tie_weights()")
+    setting = Setting(shape, plan, layout, group, compute_dtype, frequencies)
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    build = _Builder(setting, read, lambda name: f"{name}.bias" in present)
+    if setting.size > 1:
+        for name in ("model.embed_tokens.bias", "lm_head.bias"):
+            if name in present:
+                _refuse(f"{name} is not supported")
+    new_layers = [
+        build.layer(f"model.layers.{index}", layer, config) for index, layer in enumerate(model.model.layers)
+    ]
+    norm = build.norm("model.norm", shape.hidden, config.rms_norm_eps)
+    embedding = VocabEmbedding(setting, build.vocabulary("model.embed_tokens.weight"), config.pad_token_id, tied)
+    if tied:
+        head = VocabHead(setting, embedding.weight, tied)
+        build.parts["lm_head.weight"] = build.parts["model.embed_tokens.weight"]
+    else:
+        head = VocabHead(setting, build.vocabulary("lm_head.weight"))
+    unplaced = sorted(present - set(build.parts))
+    if unplaced:
+        _refuse(f"the model has parameters that {family.causal.__name__} does not have: {unplaced[:6]}")
+    # from here on nothing is refused
+    for new, old in zip(new_layers, model.model.layers, strict=True):
+        _keep_checkpointing(new, old)
+        new.train(old.training)
+    model.model.layers = torch.nn.ModuleList(new_layers)
+    model.model.embed_tokens, model.model.norm, model.lm_head = embedding, norm, head
+    for name in ("embed_tokens", "norm"):
+        getattr(model.model, name).train(model.training)
+    head.train(model.training)
+    del model.model.rotary_emb
+    model.model.setting = model.setting = setting
+    model.tbik_parts = build.parts
+    model.model.__class__ = _derived(DecoderModel, family.base)
+    model.__class__ = _derived(CausalModel, family.causal)
+    config.tbik_plan = plan.key()
+
+
+def _keep_checkpointing(new: DecoderLayer, old: Any) -> None:
+    new.gradient_checkpointing = old.gradient_checkpointing
+    if hasattr(old, "_gradient_checkpointing_func"):
+        new._gradient_checkpointing_func = old._gradient_checkpointing_func
+
+
+@lru_cache(maxsize=64)
+def _derived(mixin: type, stock: type) -> type:
+    """The stock class with the mixin's forward; it keeps its name, which is what checkpoints say."""
+    return type(stock.__name__, (mixin, stock), {"__module__": __name__, "__doc__": mixin.__doc__})

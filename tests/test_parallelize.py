@@ -1,0 +1,622 @@
+"""tbik.parallelize: logits, loss and every gradient of whole models have one set of bits in every layout.
+
+The reference of a test is the parallelized model on one rank with each sample alone; that this is the right model is
+shown against Hugging Face's own forward and backward in fp32, and that a wrong one would be seen by stock models, which
+differ over batch and padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from assertions import assert_bits_differ, assert_bitwise_equal
+from spawn import Pool
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import tbik
+from tbik import TreePlan
+from tbik.errors import PlanError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-tied": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 5},
+}
+LENGTHS = (9, 1, 14, 6)
+PLAN = TreePlan(leaves=12)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4, timeout=120.0) as ranks:
+        yield ranks
+
+
+@functools.lru_cache(maxsize=16)
+def _stock(kind: str, dtype: torch.dtype) -> Any:
+    import transformers
+
+    family = kind.split("-")[0]
+    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
+    fields = {"tie_word_embeddings": False, **SIZES, **MODELS[kind]}
+    config = getattr(transformers, f"{prefix}Config")(**fields)
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # livelier than the initial 0.02
+            parameter.normal_(0, 0.3)
+            if name.endswith("norm.weight"):
+                parameter.add_(1)
+    return model.to(dtype).eval()
+
+
+def stock(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    return copy.deepcopy(_stock(kind, dtype))
+
+
+def sample_ids() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator) for n in LENGTHS]
+
+
+def batch_of(samples: range | None = None) -> Any:
+    from tbik.huggingface.rows import SampleBatch
+
+    ids = sample_ids()
+    total = SampleBatch(ids).num_targets
+    return SampleBatch([ids[s] for s in samples or range(len(ids))], total_tokens=total)
+
+
+def train_step(model: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """loss and whole gradients by stock name."""
+    from tbik.huggingface.checkpoint import whole
+
+    model.train()
+    model.zero_grad()
+    loss = model(**arguments).loss
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found.update({name: whole(model, name, gradient=True) for name in model.tbik_parts})
+    model.zero_grad()
+    return found
+
+
+def all_results(
+    group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype, compute: torch.dtype | None, plan: TreePlan
+) -> dict[str, Tensor]:
+    """What a layout may not change: logits of the real tokens, loss, gradients; in one process or on a rank."""
+    from tbik.collectives import bytes_sent, reset_bytes_sent
+
+    if group is not None:
+        reset_bytes_sent(group)
+    model = tbik.parallelize(stock(kind, dtype), group, plan, compute_dtype=compute)
+    batch = batch_of()
+    arguments = batch.packed()
+    with torch.no_grad():
+        logits = model(arguments["input_ids"], sample_offsets=arguments["sample_offsets"]).logits
+    found = {"logits": logits[0], **train_step(model, arguments)}
+    found["parameters"] = torch.tensor(sum(p.numel() for p in model.parameters()))
+    found["sent"] = torch.tensor(0 if group is None or group.size() == 1 else bytes_sent(group))
+    return found
+
+
+def one_rank_of(
+    group: dist.ProcessGroup, kind: str, dtype: torch.dtype, compute: torch.dtype | None, plan: TreePlan
+) -> dict[str, Tensor]:
+    return all_results(group, kind, dtype, compute, plan)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("kind", "dtype", "compute"),
+    [
+        ("llama", torch.float32, None),
+        ("qwen2", torch.float32, torch.bfloat16),
+        ("qwen3", torch.bfloat16, torch.float32),
+        ("qwen3-tied", torch.bfloat16, None),
+        ("mistral", torch.float32, torch.bfloat16),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_verify_tensor_parallel_worlds(pool: Pool, kind: str, dtype: torch.dtype, compute: torch.dtype | None) -> None:
+    """TP 2 shares 6 heads of 3 KV heads evenly and replicates one; TP 4 is uneven (2, 2, 1, 1)."""
+    expected = all_results(None, kind, dtype, compute, PLAN)
+    for world in (2, 3, 4):
+        ranks = pool.run(one_rank_of, world, kind, dtype, compute, PLAN, deadline=240)
+        for rank, found in enumerate(ranks):
+            for name, value in expected.items():
+                if name not in ("parameters", "sent"):
+                    assert_bitwise_equal(found[name], value, f"{kind}, {name}, rank {rank} of {world}")
+            assert found["parameters"] < 0.85 * expected["parameters"] and found["sent"] > 0
+
+
+def padded_results(model: Any, side: str) -> dict[str, Tensor]:
+    arguments = batch_of().padded(side, pad_token_id=5)
+    live = arguments["attention_mask"].bool()
+    with torch.no_grad():
+        logits = model(arguments["input_ids"], attention_mask=arguments["attention_mask"]).logits[live]
+    return {"logits": logits, **train_step(model, arguments)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "compute"),
+    [("llama", torch.float32, torch.bfloat16), ("qwen3-tied", torch.float32, None), ("mistral", torch.bfloat16, None)],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_verify_packed_padded_and_alone(kind: str, dtype: torch.dtype, compute: torch.dtype | None) -> None:
+    model = tbik.parallelize(stock(kind, dtype), plan=PLAN, compute_dtype=compute)
+    expected = all_results(None, kind, dtype, compute, PLAN)
+    for side in ("left", "right"):
+        for name, value in padded_results(model, side).items():
+            assert_bitwise_equal(value, expected[name], f"{name}, padded on the {side}")
+    with torch.no_grad():
+        alone = torch.cat([model(ids[None]).logits[0] for ids in sample_ids()])
+    assert_bitwise_equal(alone, expected["logits"], "alone")
+    # packed rows said by position_ids, as data collators do
+    arguments = batch_of().packed()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    with torch.no_grad():
+        flat = model(arguments["input_ids"], position_ids=positions).logits[0]
+    assert_bitwise_equal(flat, expected["logits"], "position_ids")
+
+
+def test_verify_micro_batches_are_nodes() -> None:
+    """Gradients of samples [0, 2) and [2, 4) are the children of that of [0, 4); of each alone, their children."""
+    model = tbik.parallelize(stock("qwen3"), plan=PLAN)
+    whole = train_step(model, batch_of().packed())
+    alone = [train_step(model, batch_of(range(s, s + 1)).packed()) for s in range(4)]
+    pairs = [train_step(model, batch_of(range(s, s + 2)).padded("left")) for s in (0, 2)]
+    flat_differs = 0
+    for name, value in whole.items():
+        if name == "loss":
+            continue
+        g = [step[name] for step in alone]
+        assert_bitwise_equal((g[0] + g[1]) + (g[2] + g[3]), value, name)
+        assert_bitwise_equal(pairs[0][name] + pairs[1][name], value, name)
+        flat_differs += int((((g[0] + g[1]) + g[2]) + g[3] != value).sum())
+    assert flat_differs > 0  # negative control: one sample after the other is another sum
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_verify_gradient_checkpointing(reentrant: bool) -> None:
+    model = tbik.parallelize(stock("qwen3-tied"), plan=PLAN, compute_dtype=torch.bfloat16)
+    expected = train_step(model, batch_of().packed())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    for name, value in train_step(model, batch_of().packed()).items():
+        assert_bitwise_equal(value, expected[name], name)
+
+
+def test_verify_wire_dtype_changes_bits_on_one_rank() -> None:
+    narrow = TreePlan(leaves=12, wire_dtype="bfloat16", grad_wire_dtype="bfloat16")
+    wide = all_results(None, "llama", torch.float32, None, PLAN)
+    found = all_results(None, "llama", torch.float32, None, narrow)
+    assert_bits_differ(found["logits"], wide["logits"], "wire_dtype")
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def generate(model: Any, new_tokens: int = 6) -> list[list[int]]:
+    arguments = batch_of().padded("left", pad_token_id=5)
+    tokens = model.generate(
+        arguments["input_ids"],
+        attention_mask=arguments["attention_mask"],
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=5,
+        eos_token_id=None,
+    )
+    return [row[-new_tokens:].tolist() for row in tokens]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_verify_generate_with_left_padding(kind: str) -> None:
+    """Tokens of a padded batch = of the prompts alone, and the logits of cached steps = of one pass over all tokens."""
+    model = tbik.parallelize(stock(kind), plan=PLAN, compute_dtype=torch.bfloat16)
+    together = generate(model)
+    for ids, tokens in zip(sample_ids(), together, strict=True):
+        alone = model.generate(
+            ids[None], max_new_tokens=6, do_sample=False, pad_token_id=5, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert alone.sequences[0, len(ids) :].tolist() == tokens
+        with torch.no_grad():
+            full = model(alone.sequences[:, :-1], use_cache=False).logits[0, len(ids) - 1 :]
+        assert_bitwise_equal(torch.cat(list(alone.logits)), full, "decode = prefill")
+
+
+def test_verify_right_padding_with_a_cache() -> None:
+    """A chunk after a right-padded prompt: slots with padding between them."""
+    model = tbik.parallelize(stock("llama"), plan=PLAN)
+    arguments = batch_of().padded("right")
+    mask = arguments["attention_mask"]
+    more = torch.randint(0, SIZES["vocab_size"], (len(LENGTHS), 3))
+    with torch.no_grad():
+        cache = model(arguments["input_ids"], attention_mask=mask, use_cache=True).past_key_values
+        grown = torch.cat([mask, torch.ones_like(more)], 1)
+        found = model(more, attention_mask=grown, past_key_values=cache).logits
+        for s, ids in enumerate(sample_ids()):
+            alone = model(torch.cat([ids, more[s]])[None]).logits[0, -3:]
+            assert_bitwise_equal(found[s], alone, f"sample {s}")
+
+
+def generate_on_rank(group: dist.ProcessGroup, folder: str) -> list[list[int]]:
+    return generate(tbik.load_checkpoint(folder, group))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_from_rank(group: dist.ProcessGroup, source: str, target: str) -> tuple[int, int]:
+    from tbik.huggingface.checkpoint import pieces, save_checkpoint
+
+    model = tbik.load_checkpoint(source, group)
+    save_checkpoint(model, target)
+    return tbik.fingerprint(pieces(model), group), sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-tied"])
+def test_verify_checkpoints_round_trip(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Stock safetensors -> shards of 4 ranks -> stock safetensors; nobody reads or holds the whole."""
+    import transformers
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = stock(kind, torch.bfloat16)
+    model.save_pretrained(source)
+    found = pool.run(save_from_rank, 4, str(source), str(target), deadline=240)
+    assert {digest for digest, _ in found} == {tbik.fingerprint(model)}
+    full = sum(p.nbytes for p in model.parameters())
+    assert all(nbytes < 0.6 * full for _, nbytes in found)
+    again = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert type(again) is type(model)
+    for name, value in model.state_dict().items():
+        assert_bitwise_equal(again.state_dict()[name], value, name)
+    loaded = tbik.load_checkpoint(target)
+    assert loaded.setting.plan.key() == loaded.config.tbik_plan
+    expected = generate(loaded)
+    assert pool.run(generate_on_rank, 2, str(target), deadline=240) == [expected, expected]
+
+
+# --- against Hugging Face ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_corroborate_hugging_face_fp32(kind: str) -> None:
+    reference = stock(kind)
+    model = tbik.parallelize(stock(kind), plan=PLAN)
+    assert tbik.fingerprint(reference) == tbik.fingerprint(pieces_of(model))
+    ids = torch.stack([sample_ids()[2], sample_ids()[2].flip(0)])
+    with torch.no_grad():
+        expected, logits = reference(ids).logits, model(ids).logits
+    assert (logits - expected).abs().max() <= 2e-4 * max(1.0, float(expected.abs().max()))
+    reference.train()
+    model.train()
+    expected_loss, loss = reference(ids, labels=ids).loss, model(ids, labels=ids).loss
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    expected_loss.backward()
+    loss.backward()
+    gradients = pieces_of(model, gradients=True)
+    for name, parameter in reference.named_parameters():
+        difference = (gradients[name].local - parameter.grad).abs().max()
+        assert difference <= 1e-4 * parameter.grad.abs().max(), name
+    assert generate(model.eval()) == generate(reference.eval())
+
+
+def pieces_of(model: Any, **arguments: Any) -> Any:
+    from tbik.huggingface.checkpoint import pieces
+
+    return pieces(model, **arguments)
+
+
+def test_verify_stock_differs_over_batch_and_padding() -> None:
+    """Negative control: the stock model's bits depend on the batch and the padding."""
+    model = stock("llama", torch.bfloat16)
+    arguments = batch_of().padded("left", pad_token_id=5)
+    live = arguments["attention_mask"].bool()
+    with torch.no_grad():
+        together = model(arguments["input_ids"], attention_mask=arguments["attention_mask"]).logits[live]
+        alone = torch.cat([model(ids[None]).logits[0] for ids in sample_ids()])
+    assert_bits_differ(together, alone, "stock")
+
+
+def test_verify_attention_implementation() -> None:
+    """attn_implementation="tbik" in a stock model: close to eager, padded and packed alike up to the other operators."""
+    import tbik.huggingface.attention
+
+    assert tbik.huggingface.attention.NAME == "tbik"
+    for kind in ("llama", "mistral"):
+        model, eager = stock(kind), stock(kind)
+        model.set_attn_implementation("tbik")
+        eager.set_attn_implementation("eager")
+        arguments = batch_of().padded("left", pad_token_id=5)
+        mask = arguments["attention_mask"]
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        ids = arguments["input_ids"]
+        live = mask.bool()
+        found = model(ids, attention_mask=mask, position_ids=positions).logits[live]
+        expected = eager(ids, attention_mask=mask, position_ids=positions).logits[live]
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        packed = batch_of().packed()
+        flat = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+        also = model(packed["input_ids"], position_ids=flat, use_cache=False).logits[0]
+        torch.testing.assert_close(also, expected, rtol=1e-3, atol=1e-3)
+        found.sum().backward()
+        expected.sum().backward()
+        mine, theirs = (m.model.layers[0].self_attn.k_proj.weight.grad for m in (model, eager))
+        assert (mine - theirs).abs().max() <= 1e-3 * theirs.abs().max()
+        assert generate(model) == generate(eager)
+
+
+# --- structure --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-tied"])
+def test_verify_no_fan_in_by_autograd(kind: str) -> None:
+    """Inside the model no node receives two gradients at one input; only a tied weight has two uses."""
+    model = tbik.parallelize(stock(kind), plan=PLAN).train()
+    loss = model(**batch_of().packed()).loss
+    arrivals: dict[tuple[Any, int], int] = {}
+    seen, open_nodes = {loss.grad_fn}, [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        for following, slot in node.next_functions:
+            if following is None:
+                continue
+            arrivals[following, slot] = arrivals.get((following, slot), 0) + 1
+            if following not in seen:
+                seen.add(following)
+                open_nodes.append(following)
+    shared = {node for (node, _), count in arrivals.items() if count > 1}
+    tied = {node for node in shared if node.name() == "torch::autograd::AccumulateGrad"}
+    assert shared == tied and len(tied) == (1 if "tied" in kind else 0)
+    assert len(seen) > 40
+    # negative control: the stock model adds in autograd at every residual
+    reference = stock(kind).train()
+    node = reference.model(sample_ids()[0][None]).last_hidden_state.grad_fn
+    counts: dict[tuple[Any, int], int] = {}
+    seen, open_nodes = {node}, [node]
+    while open_nodes:
+        for following in open_nodes.pop().next_functions:
+            if following[0] is not None:
+                counts[following] = counts.get(following, 0) + 1
+                if following[0] not in seen:
+                    seen.add(following[0])
+                    open_nodes.append(following[0])
+    assert sum(count > 1 for count in counts.values()) >= 2 * SIZES["num_hidden_layers"]
+
+
+def count_all_reduces(group: dist.ProcessGroup, kind: str) -> tuple[int, int]:
+    import tbik.huggingface.modules
+    import tbik.nn
+
+    model = tbik.parallelize(stock(kind), group, PLAN).train()
+    model(**batch_of().packed()).loss.backward()  # the first call also compares the ranks
+    calls = []
+    original = tbik.nn.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    tbik.nn.all_reduce = tbik.huggingface.modules.all_reduce = counted
+    try:
+        loss = model(**batch_of().packed()).loss
+        forward = len(calls)
+        loss.backward()
+    finally:
+        tbik.nn.all_reduce = tbik.huggingface.modules.all_reduce = original
+    return forward, len(calls) - forward
+
+
+@pytest.mark.multiprocess
+def test_verify_all_reduces_per_layer(pool: Pool) -> None:
+    """Forward 2 per layer and the embedding's; backward 2 per layer and the head's."""
+    layers = SIZES["num_hidden_layers"]
+    assert pool.run(count_all_reduces, 3, "llama", deadline=240) == [(2 * layers + 1, 2 * layers + 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3-tied", torch.bfloat16), ("qwen2", torch.float32)], ids=["tied-bf16", "qwen2-fp32"]
+)
+def test_verify_gradient_tree_over_micro_steps(kind: str, dtype: torch.dtype) -> None:
+    """(micro-steps, m) = (1, 4), (2, 2), (4, 1), packed and padded: one set of bits, tied parameters included."""
+    model = tbik.parallelize(stock(kind, dtype), plan=PLAN, compute_dtype=torch.bfloat16).train()
+    expected: dict[str, Tensor] = {}
+    for micro_steps, side in ((1, ""), (2, "left"), (4, "right"), (4, "")):
+        with tbik.GradientTree(model, samples_per_step=4, micro_steps=micro_steps, plan=PLAN) as tree:
+            for _ in range(micro_steps):
+                with tree.micro_step() as step:
+                    batch = batch_of(step.samples)
+                    step.backward(model(**(batch.padded(side) if side else batch.packed())).loss)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+            value = expected.setdefault(name, parameter.grad)
+            assert_bitwise_equal(parameter.grad, value, f"{name}, {micro_steps} micro-steps {side}")
+        model.zero_grad()
+    if kind == "qwen3-tied":  # negative control: autograd adds the two uses in every micro-batch
+        assert isinstance(model.lm_head.weight, torch.nn.Parameter)
+        plain = torch.zeros_like(model.lm_head.weight, dtype=torch.float32)
+        fp32 = tbik.parallelize(stock(kind).to(torch.bfloat16).float(), plan=PLAN, compute_dtype=torch.bfloat16)
+        for s in range(4):
+            plain += train_step(fp32, batch_of(range(s, s + 1)).packed())["lm_head.weight"]
+        assert_bits_differ(plain, expected["model.embed_tokens.weight"], "plain accumulation")
+
+
+def test_verify_empty_samples_are_leaves() -> None:
+    """A sample without tokens changes no gradient but the tree's shape: [a, nothing] = [a]."""
+    from tbik.huggingface.rows import SampleBatch
+
+    model = tbik.parallelize(stock("qwen3"), plan=PLAN)
+    ids, empty = sample_ids()[0], torch.empty(0, dtype=torch.int64)
+    expected = train_step(model, SampleBatch([ids], total_tokens=8).packed())
+    for batch in (SampleBatch([ids, empty], total_tokens=8), SampleBatch([empty, ids], total_tokens=8)):
+        for arguments in (batch.packed(), batch.padded("left")):
+            for name, value in train_step(model, arguments).items():
+                assert_bitwise_equal(value, expected[name], name)
+
+
+def test_verify_frozen_model() -> None:
+    """freeze packs every linear; the bits stay."""
+    model = tbik.parallelize(stock("qwen3"), plan=PLAN, compute_dtype=torch.bfloat16)
+    expected = generate(model)
+    ids = sample_ids()[2][None]
+    with torch.no_grad():
+        before = model(ids).logits
+        tbik.freeze(model)
+        assert_bitwise_equal(model(ids).logits, before, "frozen")
+    assert generate(model) == expected
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _hooked() -> Any:
+    model = stock("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def _wrapped() -> Any:
+    model = stock("llama")
+    model.model.layers[1].self_attn.forward = lambda *_: None
+    return model
+
+
+def _adapted() -> Any:
+    class LoraLinear(torch.nn.Linear):
+        pass
+
+    model = stock("llama")
+    model.model.layers[1].self_attn.q_proj.__class__ = LoraLinear
+    return model
+
+
+def _configured(**fields: Any) -> Any:
+    model = stock("llama")
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def _gradient_hooked() -> Any:
+    model = stock("llama")
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    return model
+
+
+def _parametrized() -> Any:
+    model = stock("llama")
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    return model
+
+
+def _longrope() -> Any:
+    return _configured(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: torch.nn.Linear(3, 3), "not a supported family"),
+        (lambda: 3, "got int"),
+        (lambda: stock("llama").model, "LlamaModel is not a supported family"),
+        (_hooked, r"layers\.0\.mlp has hooks"),
+        (_wrapped, r"layers\.1\.self_attn has a forward of its own"),
+        (_adapted, "LoraLinear"),
+        (_parametrized, "parametrized layers"),
+        (_gradient_hooked, "gradient hooks"),
+        (_longrope, "rope_type 'dynamic'"),
+        (lambda: _configured(attention_dropout=0.1), "attention_dropout = 0.1"),
+        (lambda: _configured(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (lambda: _configured(quantization_config={"bits": 4}), "quantised"),
+        (lambda: stock("llama").double(), "float64"),
+        (lambda: tbik.parallelize(stock("llama")), "parallelized already"),
+        (lambda: stock("llama").to("meta"), "load_checkpoint"),
+        (lambda: _configured(tie_word_embeddings=True), "tie_weights"),
+    ],
+)
+def test_verify_refusals(make: Any, match: str) -> None:
+    model = make()
+    kind = type(model)
+    names = [name for name, _ in model.named_modules()] if isinstance(model, torch.nn.Module) else []
+    with pytest.raises(PlanError, match=match):
+        tbik.parallelize(model)
+    assert type(model) is kind and names == (
+        [name for name, _ in model.named_modules()] if isinstance(model, torch.nn.Module) else []
+    )
+
+
+def refused_on_rank(group: dist.ProcessGroup) -> str:
+    model = stock("llama")
+    with pytest.raises(PlanError) as error:
+        tbik.parallelize(model, group, TreePlan(leaves=3))
+    assert type(model).__mro__[0].__module__.startswith("transformers")
+    return str(error.value)
+
+
+@pytest.mark.multiprocess
+def test_verify_wrong_plan_is_refused_on_every_rank(pool: Pool) -> None:
+    messages = pool.run(refused_on_rank, 4, deadline=240)
+    assert len(set(messages)) == 1 and "3 leaves do not serve TP=4" in messages[0]
+
+
+def test_verify_calls_that_are_refused() -> None:
+    model = tbik.parallelize(stock("llama"), plan=PLAN)
+    arguments = batch_of().padded("left", pad_token_id=5)
+    ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": ids, "output_hidden_states": True}, "output_hidden_states"),
+        ({"input_ids": ids, "attention_mask": mask[:, None, None]}, "attention_mask is"),
+        ({"input_ids": ids, "attention_mask": mask * 2}, "0 and 1 only"),
+        ({"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] + 1}, "position_ids"),
+        ({"input_ids": ids, "use_cache": True}, "cache has no backward"),
+        ({"input_ids": ids, "sample_offsets": [0, 3]}, "sample_offsets"),
+        ({"input_ids": ids, "attention_mask": mask, "labels": ids}, "stands at padding"),
+        ({"input_ids": ids, "logits_to_keep": 1}, "logits_to_keep"),
+        ({"input_ids": ids[:1], "labels": torch.full_like(ids[:1], -100)}, "number of targets"),
+    ]
+    for call, match in cases:
+        with pytest.raises(PlanError, match=match):
+            model(**call)
+    with pytest.raises(PlanError, match="resize"):
+        model.resize_token_embeddings(200)
+    with torch.no_grad():
+        ones = model(ids, attention_mask=torch.ones_like(mask)).logits
+        assert_bitwise_equal(model(ids).logits, ones, "a mask of ones is no mask")
+
+
+def test_verify_default_plan_ignores_the_layout() -> None:
+    from tbik.huggingface.parallelize import default_plan
+
+    plan = default_plan(stock("llama").config)
+    assert plan == default_plan(stock("llama").config)
+    for world in (1, 2, 3):
+        plan.layout(stock("llama").config, world)
+    small = dict(itertools.islice(stock("llama").config.to_dict().items(), 0, None))
+    assert TreePlan.for_model(small, (1,)) is not None
