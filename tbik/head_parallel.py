@@ -66,7 +66,7 @@ class Heads:
             for rank in range(len(self.kv))
         ]
         mine = counts[self.rank]
-        columns = list(parts_NC.split(mine, dim=1))
+        columns = list(torch.split(parts_NC, mine, dim=1))
         partial = [c for c, run in zip(columns, self.sharing) if run.hi - run.lo != run.size]
         message = parts_NC.new_zeros(parts_NC.shape[0], max(sent), parts_NC.shape[2])
         if partial:
@@ -125,9 +125,7 @@ class HeadOptions(NamedTuple):
     window: int | None = None
 
 
-def normed_and_turned(
-    x: Tensor, norm: Tensor | None, sin: Tensor, cos: Tensor, eps: float
-) -> Tensor:
+def normed_and_turned(x: Tensor, norm: Tensor | None, sin: Tensor, cos: Tensor, eps: float) -> Tensor:
     """rope(rms_norm(x)) of x [T, H, D]; sin, cos [T, R/2]."""
     y = x if norm is None else rms_norm(x, norm, eps, heads=True)
     return rope(y, sin, cos)
@@ -201,7 +199,7 @@ class _HeadAttention(torch.autograd.Function):
             sharing=heads.sharing,
         )
         if heads.shared:
-            dk, dv = heads.join_kv(torch.cat([dk, dv])).split(dk.shape[0])
+            dk, dv = torch.chunk(heads.join_kv(torch.cat([dk, dv])), 2)
         dq, dq_norm = _input_gradient(heads, dq, q, q_norm, sin, cos, samples, options.eps, heads.query, heads.query)
         dk, dk_norm = _input_gradient(heads, dk, k, k_norm, sin, cos, samples, options.eps, heads.own_kv, heads.kv)
         return None, None, None, dq, dk, _round(dv, v.dtype), None, None, dq_norm, dk_norm
@@ -225,4 +223,3 @@ def _input_gradient(
     dy = rope_backward_f32(dy, sin, cos)
     dw = heads.norm_grad(dy, x, eps, samples, counted, held[heads.rank])
     return rms_norm_backward_f32(dy, x, w, eps, out_dtype=x.dtype), dw
-

@@ -193,9 +193,7 @@ class _Head(torch.autograd.Function):
                 sharding.cover(values), sharding.group, plan=setting.plan, runs=sharding.runs, out_dtype=x.dtype
             )
         if ctx.needs_input_grad[4]:
-            dw = linear_dw(
-                dy, x, plan=setting.plan, compute_dtype=ctx.compute, sample_offsets=ctx.sample_offsets
-            )
+            dw = linear_dw(dy, x, plan=setting.plan, compute_dtype=ctx.compute, sample_offsets=ctx.sample_offsets)
         return None, None, None, dx, dw
 
 
@@ -254,6 +252,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.setting, self.layer_idx, self.options = setting, index, options
         self.qkv_proj, self.o_proj = qkv_proj, o_proj
+        self.q_norm: torch.nn.Parameter | None
+        self.k_norm: torch.nn.Parameter | None
         self.register_parameter("q_norm", q_norm)
         self.register_parameter("k_norm", k_norm)
 
@@ -280,15 +280,16 @@ class Attention(torch.nn.Module):
         lengths = torch.full((batch,), width) if call.lengths is None else call.lengths
         if call.slots is None:
             table = torch.arange(batch)[:, None]
-            pages = [t.transpose(1, 2) for t in (keys, values)]
+            key_pages, value_pages = keys.transpose(1, 2), values.transpose(1, 2)
         else:
             keys, values = (t if t.is_contiguous() else t.contiguous() for t in (keys, values))
             # slots of one token: page p begins p tokens after the first one, so a table may skip the padding
-            pages = [_token_pages(t) for t in (keys, values)]
+            key_pages, value_pages = _token_pages(keys), _token_pages(values)
             table = torch.arange(batch)[:, None] * (keys.shape[1] * width) + call.slots
         return ops.paged_attention(
             q,
-            *pages,
+            key_pages,
+            value_pages,
             table,
             lengths,
             torch.tensor(rows.samples),
@@ -317,7 +318,7 @@ class MLP(torch.nn.Module):
         return y
 
 
-class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+class DecoderLayer(GradientCheckpointingLayer):
     """(d, h) -> (d, h): what was last added, and the residual stream without it."""
 
     def __init__(self, self_attn: Attention, mlp: MLP, before: RMSNorm, between: RMSNorm) -> None:
@@ -370,10 +371,8 @@ class DecoderModel:
             if use_cache or past_key_values is not None:
                 raise PlanError(f"{where}: packed rows have no cache; use_cache=False, or generate from a padded batch")
             cache = None
-        if input_ids is not None:
-            x = model.embed_tokens(rows.pack(input_ids), rows.samples)
-        else:
-            x = rows.pack(given)
+        packed = rows.pack(given)
+        x = packed if input_ids is None else model.embed_tokens(packed, rows.samples)
         sin, cos = ops.rope_tables(
             rows.positions, self.setting.frequencies.inv_freq, scale=self.setting.frequencies.scale
         )
@@ -406,7 +405,7 @@ class DecoderModel:
         for index, layer in enumerate(cache.layers):
             if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
                 # it would drop keys by slot, padding counted; the window is the mask's business
-                cache.layers[index] = DynamicLayer()
+                cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]
             elif type(layer) is not DynamicLayer:
                 raise PlanError(f"{where}: layer {index} of the cache is a {type(layer).__name__}, not a DynamicLayer")
         return cache
@@ -427,7 +426,8 @@ class DecoderModel:
         y, rows, cache = self.run(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, sample_offsets, others
         )
-        output = BaseModelOutputWithPast(last_hidden_state=rows.unpack(y), past_key_values=cache)
+        hidden: Any = rows.unpack(y)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
         return output.to_tuple() if return_dict is False else output
 
 
@@ -510,5 +510,7 @@ def _reciprocal(count: int | Tensor) -> Tensor:
     """fp32(1 / count)."""
     number = float(count)
     if not number > 0:
-        raise PlanError(f"parallelize: the loss is divided by the number of targets, expected one at least, got {count}")
+        raise PlanError(
+            f"parallelize: the loss is divided by the number of targets, expected one at least, got {count}"
+        )
     return torch.tensor(1.0 / number, dtype=torch.float32)

@@ -316,12 +316,11 @@ class _Builder:
         for name, held, counted in members:
             length = held[-1][1]
             source, target = f"{prefix}.{name}_proj", f"{prefix}.{place}"
-            where = {"held": tuple(held), "counted": tuple(counted)}
-            shape = (length, self.setting.shape.hidden)
-            weights.append(self.take(f"{source}.weight", Part(f"{target}.weight_{name}", shape, **where)))
+            shape, runs_of = (length, self.setting.shape.hidden), (tuple(held), tuple(counted))
+            weights.append(self.take(f"{source}.weight", Part(f"{target}.weight_{name}", shape, 0, *runs_of)))
             bias = None
             if self._has_bias(source):
-                bias = self.take(f"{source}.bias", Part(f"{target}.bias_{name}", (length,), **where))
+                bias = self.take(f"{source}.bias", Part(f"{target}.bias_{name}", (length,), 0, *runs_of))
             biases.append(bias)
             lengths.append(length)
         return ColumnParallelGroup(
@@ -438,13 +437,7 @@ def _convert(
     setting = Setting(shape, plan, layout, group, compute_dtype, frequencies)
     present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     build = _Builder(setting, read, lambda name: f"{name}.bias" in present)
-    if setting.size > 1:
-        for name in ("model.embed_tokens.bias", "lm_head.bias"):
-            if name in present:
-                _refuse(f"{name} is not supported")
-    new_layers = [
-        build.layer(f"model.layers.{index}", layer, config) for index, layer in enumerate(model.model.layers)
-    ]
+    new_layers = [build.layer(f"model.layers.{index}", layer, config) for index, layer in enumerate(model.model.layers)]
     norm = build.norm("model.norm", shape.hidden, config.rms_norm_eps)
     embedding = VocabEmbedding(setting, build.vocabulary("model.embed_tokens.weight"), config.pad_token_id, tied)
     if tied:
