@@ -10,7 +10,7 @@ counts once, on the first of them.
 
 Suffixes: T tokens, H query heads and G KV heads of this rank, S samples (sequences), C nodes of covers, D head_dim.
 Errors: PlanError at construction or as in tbik.ops; those of tbik.collectives.
-Bits: batch-invariant and layout-invariant (tests/test_head_parallel.py, tests/test_parallelize.py).
+Bits: batch-invariant and layout-invariant (tests/test_parallelize.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Heads:
         return [HeadRun(size, max(first - g * size, 0), min(end - g * size, size)) for g in range(*self.kv[rank])]
 
     def join_kv(self, parts_NC: Tensor) -> Tensor:
-        """[N, C, D] nodes of this rank's KV heads, in order -> [N, G, D], complete; ranks that share a head exchange."""
+        """[N, C, D], the nodes of this rank's KV heads -> [N, G, D], complete: ranks that share a head exchange."""
         if not self.shared:
             return parts_NC
         counts = [[num_nodes(run) for run in self._sharing(rank)] for rank in range(len(self.kv))]

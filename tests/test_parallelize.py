@@ -460,8 +460,8 @@ def test_verify_gradient_tree_over_micro_steps(kind: str, dtype: torch.dtype) ->
             assert parameter.grad is not None and parameter.grad.dtype == torch.float32
             value = expected.setdefault(name, parameter.grad)
             assert_bitwise_equal(parameter.grad, value, f"{name}, {micro_steps} micro-steps {side}")
-        tree.close()
         model.zero_grad()
+        tree.close()
     if kind == "qwen3-tied":  # negative control: autograd adds the two uses in every micro-batch
         assert isinstance(model.lm_head.weight, torch.nn.Parameter)
         plain = torch.zeros_like(model.lm_head.weight, dtype=torch.float32)
