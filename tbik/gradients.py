@@ -25,56 +25,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tbik import _C, tree
-from tbik.collectives import Cover, _is_dense, all_gather_bytes, reduce_scatter
-from tbik.errors import PlanError, TransportError
+from tbik.collectives import _is_dense
+from tbik.errors import PlanError
+from tbik.gradient_ranks import Ranks, Shard
+from tbik.gradient_uses import DIRECT, Graph, collect, collector_of
+from tbik.gradient_uses import use as use
 from tbik.plan import TreePlan
 from tbik.tree import Node
 
 BUCKET_BYTES = 1 << 25
 """Gradients travel together in messages of about this size; a larger one travels alone."""
 
-_DIRECT = -1  # the use number of a parameter that is used without use()
 _GUARD_ELEMENTS = 16  # fewer non-zero elements say nothing: one in 2^16 values is a bf16 value by chance
-
-# What hands the gradient of its output on to the parameter: several consumers of such a node are uses of the parameter.
-_PASSES_ON = {"ToCopyBackward0", "TBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
-_PASSES_ON |= {"AliasBackward0", "TransposeBackward0", "PermuteBackward0", "CloneBackward0", "SqueezeBackward0"}
-_PASSES_ON |= {"UnsqueezeBackward0", "SliceBackward0"}
-
-
-def use(parameter: Tensor, index: int) -> Tensor:
-    """The parameter, for its use number `index` (0, 1, ... in forward order): an alias with a gradient of its own.
-
-        tied embeddings:  embedding(ids, use(w, 0)) ... linear(h, use(w, 1))         a layer called in a loop: use(w, i)
-
-    A GradientTree records the gradients of the uses apart, one tree each, and adds the roots at the end of the step:
-    ((u_n + u_(n-1)) + ...) + u_1. Without one, autograd adds them: two uses have the same bits that way in a step of
-    one backward; a third needs the tree and its backward raises PlanError. Where no gradient is asked for, the
-    parameter itself. Errors: PlanError. Layout-invariant.
-    """
-    where = "gradients.use"
-    if not isinstance(parameter, Tensor) or not parameter.is_leaf:
-        kind = "a tensor that some operation made" if isinstance(parameter, Tensor) else type(parameter).__name__
-        raise PlanError(f"{where}: expected a parameter, got {kind}")
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise PlanError(f"{where}: index is the number of the use in forward order, an integer >= 0, got {index!r}")
-    if not (torch.is_grad_enabled() and parameter.requires_grad):
-        return parameter
-    return _use(parameter, index)
 
 
 def upstream(total_tokens: int) -> Tensor:
@@ -119,6 +93,17 @@ class GradientTree:
     Errors: PlanError; where one rank refuses or fails at the end of a micro-step, all do. Layout-invariant.
     """
 
+    most_buffers: int
+    """The most gradients of one parameter that were held at a time, in all steps so far."""
+
+    _position: int  # samples of the micro-steps that have ended
+    _failure: str  # why the step cannot go on
+    _smallest: int | None  # m, of this step
+    _covers: dict[_Key, dict[Node, Tensor | None]]
+    _arrived: dict[_Key, Tensor]  # in this micro-step
+    _watched: dict[_Key, bool]  # uses in the graph of this backward -> exempt from the guard
+    _rounded: dict[_Key, tuple[bool, int]]  # bf16 values throughout so far, how many are not zero
+
     def __init__(
         self,
         parameters: torch.nn.Module | Mapping[str, Tensor] | Iterable[Tensor],
@@ -139,35 +124,32 @@ class GradientTree:
                 raise PlanError(f"{where}: {name} is an integer >= 1, got {value!r}")
         if not isinstance(guard, bool):
             raise PlanError(f"{where}: guard is True or False, got {guard!r}")
-        self.samples_per_step, self.plan, self.group = samples_per_step, plan, group
+        self.samples_per_step, self.plan = samples_per_step, plan
         self._acc_dtype: torch.dtype = getattr(torch, "float32" if plan is None else plan.acc_dtype)
         self._narrow = plan is not None and plan.grad_wire_dtype == "bfloat16"
-        self._size = 1 if group is None else group.size()
-        self._rank = 0 if group is None else group.rank()
+        self._ranks = Ranks(group)
         self._micro_samples: int | None = None
         if micro_steps is not None:
             self._micro_samples = self._equal_share(micro_steps)
         elif not self._micro_steps_that_work():
             raise PlanError(self._explain_no_split())
         self._parameters = _named(where, parameters)
-        self._positions: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for position, (name, parameter) in enumerate(self._parameters.items()):
+        for name, parameter in self._parameters.items():
             self._require_parameter(name, parameter)
-            self._positions[parameter] = position
         self._names = list(self._parameters)
-        self._guard, self._first_step = guard, True
+        self._positions = {id(parameter): i for i, parameter in enumerate(self._parameters.values())}
+        self._shards = [Shard.of(parameter, self._ranks.size) for parameter in self._parameters.values()]
+        self._guard, self._first_step, self._active = guard, True, False
+        self.most_buffers = 0
         self._clear()
         undo = contextlib.ExitStack()
-        self._closer = weakref.finalize(self, undo.close)
-        self._closer.atexit = False
-        me = weakref.ref(self)
         for parameter in self._parameters.values():
-            _collectors[parameter] = me
-            undo.callback(_collectors.pop, parameter, None)
             if parameter.dtype != self._acc_dtype:
                 undo.callback(setattr, parameter, "grad_dtype", parameter.grad_dtype)
                 parameter.grad_dtype = self._acc_dtype
-            undo.callback(parameter.register_post_accumulate_grad_hook(_take_out).remove)
+            undo.callback(collect(parameter, self))
+        self._closer = weakref.finalize(self, undo.close)
+        self._closer.atexit = False
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +174,7 @@ class GradientTree:
             self._refuse_mixed_uses()
         except BaseException as error:
             self._fail(error)
-            self._tell(error)
+            self._ranks.tell(error)
             raise
         finally:
             self._active, self._watched = False, {}
@@ -217,17 +199,17 @@ class GradientTree:
                 f"{where}: this micro-step has had its backward; a second one would be added to it. Open a micro-step "
                 "for each, or add the losses"
             )
-        graph = _Graph([outputs] if isinstance(outputs, Tensor) else list(outputs))
+        graph = Graph([outputs] if isinstance(outputs, Tensor) else list(outputs))
         watched: dict[_Key, bool] = {}
         for parameter, consumers in graph.parameters():
-            position = self._positions.get(parameter)
+            position = self._positions.get(id(parameter))
             if position is None:
                 continue
             name = self._names[position]
             for use_index, exempt in graph.uses(name, consumers):
                 key = _Key(position, use_index)
                 if key in watched:
-                    what = "without use()" if use_index == _DIRECT else f"as use {use_index}"
+                    what = "without use()" if use_index == DIRECT else f"as use {use_index}"
                     raise PlanError(
                         f"{where}: {name} is used twice {what} in this graph, and autograd would add the two in every "
                         "micro-batch. Write gradients.use(parameter, i), i = 0, 1, ... in forward order, at each use"
@@ -237,6 +219,8 @@ class GradientTree:
 
     def finish(self, *, shards: bool = False) -> dict[str, Tensor] | None:
         """param.grad = node(0, B), of several uses ((u_n + u_(n-1)) + ...) + u_1, in acc_dtype, on every rank.
+
+        With ranks it is collective.
 
         shards: leave param.grad alone and return this rank's rows of each gradient, by name: rows
         [r*c, min((r + 1)*c, N)) of dimension 0, c = ceil(N/D), as FSDP2 shards them; nothing is gathered.
@@ -254,13 +238,18 @@ class GradientTree:
         try:
             self._agree_to_finish()
             roots = [self._root(position) for position in range(len(self._names))]
+            result = None
             if shards:
-                result = {name: self._rows(p, g) for (name, p), g in zip(self._parameters.items(), roots, strict=True)}
+                result = {
+                    name: shard.rows(root, self._ranks.rank)
+                    for name, shard, root in zip(self._names, self._shards, roots, strict=True)
+                }
             else:
-                result = None
                 for parameter, grad in zip(self._parameters.values(), self._gather(roots), strict=True):
                     parameter.grad = grad
         except BaseException as error:
+            for parameter in self._parameters.values():
+                parameter.grad = None
             self._fail(error)
             raise
         self._first_step = False
@@ -271,6 +260,8 @@ class GradientTree:
         """Drop everything collected in this step, param.grad included; the next micro-step is the step's first."""
         if self._active:
             raise PlanError("GradientTree.reset: the micro-step has not ended")
+        if not self._closer.alive:
+            raise PlanError("GradientTree.reset: the tree was closed; make a new one")
         for parameter in self._parameters.values():
             parameter.grad = None
         self._clear()
@@ -294,29 +285,28 @@ class GradientTree:
             self.finish()
         elif not self._failure:  # else the other ranks know
             self._fail(error)
-            self._tell(error)
+            self._ranks.tell(error)
 
     @property
     def buffer_limit(self) -> int:
         """1 + ceil(log2(A*D)) + the most nodes of any micro-step, A counted in the smallest m so far."""
         smallest = self._smallest or self._micro_samples or 1
-        units = self.samples_per_step // smallest
-        runs = range(0, units - self._size + 1, self._size)
-        return 1 + (units - 1).bit_length() + max(len(tree.cover(a, a + self._size)) for a in runs)
+        return _buffer_limit(self.samples_per_step // smallest, self._ranks.size)
 
     # --- numbering ----------------------------------------------------------------------------------------------------
 
     def _micro_steps_that_work(self) -> list[int]:
-        per_rank, rest = divmod(self.samples_per_step, self._size)
+        per_rank, rest = divmod(self.samples_per_step, self._ranks.size)
         if rest:
             return []
         return [per_rank >> i for i in range(per_rank.bit_length()) if per_rank % (1 << i) == 0][::-1]
 
     def _explain_no_split(self) -> str:
+        samples, ranks = self.samples_per_step, self._ranks.size
+        below = samples // ranks * ranks
         return (
-            f"GradientTree: samples_per_step = D*A*m; {self._size} data ranks do not divide {self.samples_per_step} "
-            f"samples. Next that work: {self.samples_per_step // self._size * self._size or self._size}, "
-            f"{(self.samples_per_step // self._size + 1) * self._size}"
+            f"GradientTree: samples_per_step = D*A*m; {ranks} data ranks do not divide {samples} samples. Nearest that "
+            f"work: {f'{below}, ' if below else ''}{below + ranks}"
         )
 
     def _equal_share(self, micro_steps: int) -> int:
@@ -324,13 +314,13 @@ class GradientTree:
         if not work:
             raise PlanError(self._explain_no_split())
         if micro_steps not in work:
+            m = self.samples_per_step / self._ranks.size / micro_steps
             raise PlanError(
-                f"GradientTree: {self.samples_per_step} samples on {self._size} data ranks in {micro_steps} "
-                f"micro-steps give m = {self.samples_per_step / self._size / micro_steps:g} samples each; m must be a "
-                f"power of two, so that they are one node of the tree. micro_steps that work: "
-                f"{', '.join(map(str, work))}"
+                f"GradientTree: {self.samples_per_step} samples on {self._ranks.size} data ranks in {micro_steps} "
+                f"micro-steps give m = {m:g} samples each; m must be a power of two, so that they are one node of the "
+                f"tree. micro_steps that work: {', '.join(map(str, work))}"
             )
-        return self.samples_per_step // self._size // micro_steps
+        return self.samples_per_step // self._ranks.size // micro_steps
 
     def _begin(self, num_samples: int | None) -> range:
         """The samples of this rank in the micro-step that begins. PlanError unless they are one node."""
@@ -346,8 +336,10 @@ class GradientTree:
             raise PlanError(
                 f"{where}: all {self.samples_per_step} samples of the step have come; finish() ends the step. {work}"
             )
-        if m * self._size > left:
-            raise PlanError(f"{where}: {self._size} rank(s) times {m} samples, but {left} are left in the step; {work}")
+        if m * self._ranks.size > left:
+            raise PlanError(
+                f"{where}: {self._ranks.size} rank(s) times {m} samples, but {left} are left in the step; {work}"
+            )
         if first % m:
             raise PlanError(
                 f"{where}: sample {first} does not begin a node of {m} samples; expected num_samples to divide it, "
@@ -355,14 +347,14 @@ class GradientTree:
             )
         self._require_not_in_use(where)
         self._smallest = min(m, self._smallest or m)
-        return range(first + self._rank * m, first + (self._rank + 1) * m)
+        return range(first + self._ranks.rank * m, first + (self._ranks.rank + 1) * m)
 
     # --- arrival ------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, parameter: Tensor, use_index: int, grad: Tensor) -> None:
+    def arrive(self, parameter: Tensor, use_index: int, grad: Tensor) -> None:
         """A gradient of this micro-step. PlanError for what autograd would have added or rounded."""
         where = "GradientTree"
-        key = _Key(self._positions[parameter], use_index)
+        key = _Key(self._positions[id(parameter)], use_index)
         name = self._describe(key)
         self._require_sound("backward")
         if not self._active:
@@ -411,9 +403,9 @@ class GradientTree:
             self._require_not_in_use("GradientTree.finish")
             self._judge()
         except PlanError as error:
-            self._tell(error)
+            self._ranks.tell(error)
             raise
-        self._speak({"finish": True})
+        self._ranks.speak({"finish": True})
 
     def _judge(self) -> None:
         """The guard of the first step: a gradient whose parts all were bf16 values has been rounded on its way."""
@@ -429,7 +421,7 @@ class GradientTree:
     def _refuse_mixed_uses(self) -> None:
         keys = {*self._arrived, *self._covers}
         for key in keys:
-            if key.use == _DIRECT and any(other.parameter == key.parameter for other in keys if other != key):
+            if key.use == DIRECT and any(other.parameter == key.parameter for other in keys if other != key):
                 raise PlanError(
                     f"GradientTree: {self._names[key.parameter]} is used both by gradients.use and without it; "
                     "number all its uses"
@@ -440,23 +432,24 @@ class GradientTree:
     def _commit(self, m: int) -> None:
         """Fold what has arrived into the covers: this rank's node, or with ranks the nodes of all of them."""
         keys = self._agree(m)
-        if self._size == 1:
+        if self._ranks.size == 1:
             node = Node(m.bit_length() - 1, self._position // m)
             for key in keys:
                 self._absorb(key, [(node, self._arrived.pop(key))])
         else:
             for bucket in self._buckets(keys):
-                for key, nodes in self._fold_ranks(bucket, m).items():
-                    self._absorb(key, nodes)
+                self._fold_ranks(bucket, m)
         for key in self._covers.keys() - set(keys):
-            self._absorb(key, [(node, None) for node in tree.cover(self._position, self._position + m * self._size)])
+            self._absorb(
+                key, [(node, None) for node in tree.cover(self._position, self._position + m * self._ranks.size)]
+            )
         self._arrived = {}
-        self._position += m * self._size
+        self._position += m * self._ranks.size
 
     def _agree(self, m: int) -> list[_Key]:
         """The uses that some rank has a gradient of, ascending. PlanError on all ranks where one has failed."""
         mine = sorted(self._arrived)
-        if self._size == 1:
+        if self._ranks.size == 1:
             return mine
         state = {
             "samples per step": self.samples_per_step,
@@ -465,44 +458,13 @@ class GradientTree:
             "plan": "none" if self.plan is None else self.plan.key(),
             "parameters": _digest([(name, list(p.shape), str(p.dtype)) for name, p in self._parameters.items()]),
         }
-        records = self._speak({"state": state, "keys": mine})
+        records = self._ranks.speak({"state": state, "keys": mine})
         for name in state:
             values = [str(record["state"][name]) for record in records]
             if len(set(values)) > 1:
                 said = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
                 raise PlanError(f"GradientTree.micro_step: the ranks disagree about the {name}: {said}")
         return sorted({_Key(*key) for record in records for key in record["keys"]})
-
-    def _speak(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """The record of every rank. PlanError on all of them where one has failed or is elsewhere."""
-        if self._size == 1:
-            return [record]
-        records: list[dict[str, Any]] = [json.loads(text) for text in self._exchange(json.dumps(record))]
-        failed = [f"rank {rank}: {other['error']}" for rank, other in enumerate(records) if "error" in other]
-        if failed:
-            raise PlanError(f"GradientTree: {len(failed)} of {self._size} ranks failed. {'; '.join(failed)}")
-        if any(other.keys() != record.keys() for other in records):
-            at = ["finish" if "finish" in other else "the end of a micro-step" for other in records]
-            raise PlanError(f"GradientTree: the ranks are at different places: {', '.join(at)} (by rank)")
-        return records
-
-    def _tell(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait at the end of their micro-step or in finish, that this one has failed."""
-        told = isinstance(error, Exception) and not isinstance(error, TransportError)
-        if self._size > 1 and told:
-            with contextlib.suppress(Exception):  # the error in hand matters more
-                self._exchange(json.dumps({"error": f"{type(error).__name__}: {str(error)[:400]}"}))
-
-    def _exchange(self, text: str) -> list[str]:
-        """The text of every rank; one short message where all are the same."""
-        data = text.encode()
-        head = hashlib.blake2b(data, digest_size=32).digest() + len(data).to_bytes(8, "little")
-        heads = all_gather_bytes(_bytes(head), self.group, "GradientTree")
-        if bool((heads == heads[0]).all()):
-            return [text] * self._size
-        lengths = [int.from_bytes(bytes(row[32:].tolist()), "little") for row in heads]
-        rows = all_gather_bytes(_bytes(data.ljust(max(lengths))), self.group, "GradientTree")
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def _absorb(self, key: _Key, incoming: list[tuple[Node, Tensor | None]]) -> None:
         """Merge nodes into the cover of this use (T4). None is +0: a sample that does not reach the parameter."""
@@ -545,96 +507,57 @@ class GradientTree:
                 total = _C.fold([total, use_root], _schedule((Node(0, 0), Node(0, 1)), 2, False))
         if total is not None:
             return total
-        parameter = self._parameters[self._names[position]]
-        shape = parameter.shape if self._size == 1 else (_shard(parameter, self._size).width,)
-        return torch.zeros(shape, dtype=self._acc_dtype)
+        shard = self._shards[position]
+        return torch.zeros(shard.shape if self._ranks.size == 1 else (shard.width,), dtype=self._acc_dtype)
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def _buckets(self, keys: list[_Key]) -> Iterator[list[_Key]]:
+    def _buckets(self, keys: Iterable[_Key]) -> Iterator[list[_Key]]:
         bucket: list[_Key] = []
-        size = 0
+        total = 0
         for key in keys:
-            parameter = self._parameters[self._names[key.parameter]]
-            size += parameter.numel() * self._acc_dtype.itemsize
-            if bucket and size > BUCKET_BYTES:
+            size = self._shards[key.parameter].width * self._ranks.size * self._acc_dtype.itemsize
+            if bucket and total + size > BUCKET_BYTES:
                 yield bucket
-                bucket, size = [], parameter.numel() * self._acc_dtype.itemsize
+                bucket, total = [], 0
             bucket.append(key)
+            total += size
         if bucket:
             yield bucket
 
-    def _fold_ranks(self, keys: list[_Key], m: int) -> dict[_Key, list[tuple[Node, Tensor | None]]]:
-        """Per use, the cover of this micro-step's samples over all ranks, of this rank's elements.
-
-        Where D is no power of two, or the run does not start at a multiple of it, the cover has several nodes; each is
-        a reduce-scatter of its own, to which the other ranks bring nothing.
-        """
-        size, first = self._size, self._position // m
-        parameters = [self._parameters[self._names[key.parameter]] for key in keys]
-        widths = [_shard(parameter, size).width for parameter in parameters]
-        flat = torch.zeros(size, sum(widths), dtype=self._acc_dtype)
-        for key, part in zip(keys, flat.split(widths, 1), strict=True):
+    def _fold_ranks(self, keys: list[_Key], m: int) -> None:
+        """Per use, the nodes of this micro-step's samples over all ranks, of this rank's elements, into its cover."""
+        shards = [self._shards[key.parameter] for key in keys]
+        widths = [shard.width for shard in shards]
+        rows_DN = torch.zeros(self._ranks.size, sum(widths), dtype=self._acc_dtype)
+        for key, shard, part in zip(keys, shards, torch.split(rows_DN, widths, 1), strict=True):
             grad = self._arrived.pop(key, None)
             if grad is not None:
-                _spread(grad, part)
-        folded: dict[_Key, list[tuple[Node, Tensor | None]]] = {key: [] for key in keys}
-        for node in tree.cover(first, first + size):
-            leaves = node.hi - node.lo
-            runs = []
-            for leaf in range(first, first + size):
-                lo, hi = (min(max(i - node.lo, 0), leaves) for i in (leaf, leaf + 1))
-                runs.append((lo, hi))
-            lo, hi = runs[self._rank]
-            part = reduce_scatter(
-                Cover(flat[None] if hi > lo else flat.new_empty((0, *flat.shape)), tree.cover(lo, hi), leaves),
-                self.group,
-                plan=_wire_plan(leaves) if self._narrow else None,
-                runs=runs,
-                wire=self._narrow,
-            )
+                shard.scatter(grad, part)
+        nodes: dict[_Key, list[tuple[Node, Tensor | None]]] = {key: [] for key in keys}
+        for node, value in self._ranks.fold(rows_DN, self._position // m, self._narrow):
             whole = Node(node.level + m.bit_length() - 1, node.index)
-            for key, value in zip(keys, part.view(-1).split(widths), strict=True):
-                folded[key].append((whole, value))
-        return folded
-
-    def _rows(self, parameter: Tensor, root: Tensor) -> Tensor:
-        """This rank's rows of the gradient, without padding."""
-        if self._size == 1:
-            return root.view(-1, *root.shape[1:]) if root.dim() else root.view(1)
-        shard = _shard(parameter, self._size)
-        rows = root.view(shard.rows_per_rank, *shard.row_shape)
-        return rows[: max(0, min(shard.rows_per_rank, shard.num_rows - self._rank * shard.rows_per_rank))].clone()
+            for key, part in zip(keys, torch.split(value, widths), strict=True):
+                nodes[key].append((whole, part))
+        for key in keys:
+            self._absorb(key, nodes[key])
 
     def _gather(self, roots: list[Tensor]) -> Iterator[Tensor]:
-        """The whole gradients from all ranks' parts."""
-        if self._size == 1:
+        """The whole gradients from all ranks' elements."""
+        if self._ranks.size == 1:
             yield from roots
             return
-        keys = [_Key(position, _DIRECT) for position in range(len(roots))]
-        for bucket in self._buckets(keys):
+        for bucket in self._buckets(_Key(position, DIRECT) for position in range(len(roots))):
             parts = [roots[key.parameter] for key in bucket]
-            send = torch.cat(parts).view(torch.uint8)
-            received = all_gather_bytes(send, self.group, "GradientTree.finish").view(self._acc_dtype)
-            for key, part in zip(bucket, received.split([part.numel() for part in parts], 1), strict=True):
-                parameter = self._parameters[self._names[key.parameter]]
-                shard = _shard(parameter, self._size)
-                whole = torch.empty(parameter.shape, dtype=self._acc_dtype)
-                whole.view(-1).copy_(part.reshape(-1)[: shard.num_rows * math.prod(shard.row_shape)])
-                yield whole
+            received = self._ranks.gather(torch.cat(parts))
+            for key, rows in zip(bucket, torch.split(received, [part.numel() for part in parts], 1), strict=True):
+                yield self._shards[key.parameter].whole(rows)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._position = 0  # samples of the micro-steps that have ended
-        self._covers: dict[_Key, dict[Node, Tensor | None]] = {}
-        self._arrived: dict[_Key, Tensor] = {}
-        self._watched: dict[_Key, bool] = {}  # uses in the graph of the backward -> exempt from the guard
-        self._rounded: dict[_Key, tuple[bool, int]] = {}
-        self._smallest: int | None = None
-        self._active = False
-        self._failure = ""
-        self.most_buffers = 0
+        self._position, self._failure, self._smallest = 0, "", None
+        self._covers, self._arrived, self._watched, self._rounded = {}, {}, {}, {}
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or f"{type(error).__name__}: {str(error)[:200]}"
@@ -666,149 +589,19 @@ class GradientTree:
                 "autograd would round it in every micro-batch. Keep an fp32 master weight and give the "
                 "operator compute_dtype"
             )
-        other = _collectors.get(parameter)
-        if other is not None and other() is not None:
+        if collector_of(parameter) is not None:
             raise PlanError(f"{where}: {name} belongs to another GradientTree; close() that one first")
 
     def _describe(self, key: _Key) -> str:
         name = self._names[key.parameter]
-        return name if key.use == _DIRECT else f"use {key.use} of {name}"
+        return name if key.use == DIRECT else f"use {key.use} of {name}"
 
 
 class _Key(NamedTuple):
-    """A use of a parameter: its position in the tree's list, the number given to use() or _DIRECT."""
+    """A use of a parameter: its position in the tree's list, the number given to use() or DIRECT."""
 
     parameter: int
     use: int
-
-
-# --- what autograd calls ----------------------------------------------------------------------------------------------
-
-_collectors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""parameter -> weak reference to its GradientTree"""
-
-
-def _collector(parameter: Tensor) -> GradientTree | None:
-    reference = _collectors.get(parameter)
-    return None if reference is None else reference()
-
-
-def _take_out(parameter: Tensor) -> None:
-    """Hook: the gradient goes to the tree, and param.grad stays empty."""
-    tree_of = _collector(parameter)
-    grad = parameter.grad
-    if tree_of is None or grad is None:
-        return
-    parameter.grad = None
-    tree_of._arrive(parameter, _DIRECT, grad)
-
-
-class _Use(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, index: int) -> Tensor:
-        ctx.parameter, ctx.index = weakref.ref(parameter), index
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        parameter = ctx.parameter()
-        tree_of = None if parameter is None else _collector(parameter)
-        if tree_of is not None:
-            tree_of._arrive(parameter, ctx.index, grad)
-            return None, None  # nothing is left for autograd to add
-        if ctx.index > 1:
-            raise PlanError(
-                f"gradients.use: use {ctx.index} of a parameter outside a GradientTree: autograd would add three uses "
-                "in the order in which the graph was built. Collect the gradients by tbik.GradientTree"
-            )
-        return grad, None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _use(parameter: Tensor, index: int) -> Tensor:
-    alias: Tensor = _Use.apply(parameter, index)  # type: ignore[no-untyped-call]
-    return alias
-
-
-class _Graph:
-    """The nodes that a backward from `outputs` reaches, and who consumes what."""
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self.consumers: dict[Any, list[Any]] = {}
-        seen = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        stack = list(seen)
-        while stack:
-            node = stack.pop()
-            if node.name() == "CheckpointFunctionBackward":
-                raise PlanError(
-                    "GradientTree.watch: a checkpoint with use_reentrant=True hides its uses of the parameters; "
-                    "checkpoint(..., use_reentrant=False)"
-                )
-            for source, _ in node.next_functions:
-                if source is not None:
-                    self.consumers.setdefault(source, []).append(node)
-                    if source not in seen:
-                        seen.add(source)
-                        stack.append(source)
-
-    def parameters(self) -> Iterator[tuple[Tensor, list[Any]]]:
-        for node, consumers in self.consumers.items():
-            if node.name() == "torch::autograd::AccumulateGrad":
-                yield node.variable, consumers
-
-    def uses(self, name: str, consumers: list[Any]) -> Iterator[tuple[int, bool]]:
-        """Per use: its number, and whether it is a look-up, which multiplies nothing and so may have bf16 values."""
-        for node in consumers:
-            use_index = node.index if node.name() == "_UseBackward" else _DIRECT
-            while use_index != _DIRECT or node.name() in _PASSES_ON:
-                above = self.consumers.get(node, [])
-                if len(above) > 1:
-                    raise PlanError(
-                        f"GradientTree.watch: {name}: one view, cast or alias of it has {len(above)} consumers, whose "
-                        "gradients autograd would add in every micro-batch; make one per use: "
-                        "gradients.use(parameter, i)"
-                    )
-                if not above:
-                    break
-                node = above[0]
-                if node.name() not in _PASSES_ON:
-                    break
-            yield use_index, "tbik_embedding" in node.name()
-
-
-# --- shards -----------------------------------------------------------------------------------------------------------
-
-
-class _Shard(NamedTuple):
-    """How a gradient is cut over D ranks: whole rows of dimension 0, padded at the end."""
-
-    num_rows: int
-    rows_per_rank: int
-    row_shape: tuple[int, ...]
-
-    @property
-    def width(self) -> int:
-        return self.rows_per_rank * math.prod(self.row_shape)
-
-
-def _shard(parameter: Tensor, size: int) -> _Shard:
-    num_rows = parameter.shape[0] if parameter.dim() else 1
-    return _Shard(num_rows, -(-num_rows // size), tuple(parameter.shape[1:]))
-
-
-def _spread(grad: Tensor, rows_DN: Tensor) -> None:
-    """rows_DN[r] = rank r's rows of the gradient, flat; what is left stays zero."""
-    size, width = rows_DN.shape
-    flat = grad.reshape(-1)
-    for rank in range(size):
-        piece = flat[rank * width : (rank + 1) * width]
-        rows_DN[rank, : piece.numel()].copy_(piece)
-
-
-@lru_cache(maxsize=256)
-def _wire_plan(leaves: int) -> TreePlan:
-    return TreePlan(leaves=leaves, wire_dtype="bfloat16")
 
 
 @lru_cache(maxsize=1024)
@@ -840,13 +633,15 @@ def _named(where: str, parameters: torch.nn.Module | Mapping[str, Tensor] | Iter
     return named
 
 
+@lru_cache(maxsize=64)
+def _buffer_limit(units: int, size: int) -> int:
+    runs = range(0, units - size + 1, size)
+    return 1 + (units - 1).bit_length() + max(len(tree.cover(first, first + size)) for first in runs)
+
+
 def _is_bfloat16(x: Tensor) -> bool:
     """Whether every fp32 value is a bf16 value: its low half is zero."""
     return not bool((x.contiguous().view(torch.int32) & 0xFFFF).any())
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _digest(value: object) -> str:
