@@ -264,5 +264,76 @@ def _dropout(dtype: torch.dtype) -> tuple[Call, Call]:
     return lambda: ops.dropout(x, 0.1, seed=1, step=1, name="bench"), lambda: F.dropout(x, 0.1)
 
 
+VOCABULARY = (1024, 49_152)
+LEAVES = 8
+_shape = "1024 x 49152"
+
+
+@case("cross_entropy, forward + backward", _shape)
+def _cross_entropy_training(dtype: torch.dtype) -> tuple[Call, Call]:
+    x, t = normal(*VOCABULARY, dtype=dtype), torch.randint(0, VOCABULARY[1], VOCABULARY[:1])
+    one = torch.ones(())
+    ours = with_backward(lambda x: ops.cross_entropy(x, t, leaves=LEAVES).total, [x], [one])
+    return ours, with_backward(lambda x: F.cross_entropy(x, t, reduction="sum"), [x], [one.to(dtype)])
+
+
+@case("cross_entropy, forward", _shape)
+def _cross_entropy(dtype: torch.dtype) -> tuple[Call, Call]:
+    x, t = normal(*VOCABULARY, dtype=dtype), torch.randint(0, VOCABULARY[1], VOCABULARY[:1])
+    return lambda: ops.cross_entropy(x, t, leaves=LEAVES), lambda: F.cross_entropy(x, t, reduction="sum")
+
+
+@case("log_softmax", _shape)
+def _log_softmax(dtype: torch.dtype) -> tuple[Call, Call]:
+    x = normal(*VOCABULARY, dtype=dtype)
+    return lambda: ops.log_softmax(x, LEAVES), lambda: torch.log_softmax(x, -1)
+
+
+@case("log_softmax, forward + backward", _shape)
+def _log_softmax_training(dtype: torch.dtype) -> tuple[Call, Call]:
+    x, dy = normal(*VOCABULARY, dtype=dtype), normal(*VOCABULARY, dtype=dtype)
+    return with_backward(lambda x: ops.log_softmax(x, LEAVES), [x], [dy]), with_backward(
+        lambda x: torch.log_softmax(x, -1), [x], [dy]
+    )
+
+
+@case("softmax", _shape)
+def _softmax(dtype: torch.dtype) -> tuple[Call, Call]:
+    x = normal(*VOCABULARY, dtype=dtype)
+    return lambda: ops.softmax(x, LEAVES), lambda: torch.softmax(x, -1)
+
+
+@case("softmax, forward + backward", _shape)
+def _softmax_training(dtype: torch.dtype) -> tuple[Call, Call]:
+    x, dy = normal(*VOCABULARY, dtype=dtype), normal(*VOCABULARY, dtype=dtype)
+    return with_backward(lambda x: ops.softmax(x, LEAVES), [x], [dy]), with_backward(
+        lambda x: torch.softmax(x, -1), [x], [dy]
+    )
+
+
+@case("logprobs of one id", _shape)
+def _logprobs(dtype: torch.dtype) -> tuple[Call, Call]:
+    x, t = normal(*VOCABULARY, dtype=dtype), torch.randint(0, VOCABULARY[1], VOCABULARY[:1])
+    return lambda: ops.logprobs(x, t, LEAVES), lambda: torch.log_softmax(x.float(), -1).gather(-1, t[:, None])
+
+
+@case("top 20 logprobs", _shape)
+def _top_logprobs(dtype: torch.dtype) -> tuple[Call, Call]:
+    x = normal(*VOCABULARY, dtype=dtype)
+    return lambda: ops.top_logprobs(x, 20, LEAVES), lambda: torch.log_softmax(x.float(), -1).topk(20)
+
+
+@case("top 20", _shape)
+def _top_k(dtype: torch.dtype) -> tuple[Call, Call]:
+    x = normal(*VOCABULARY, dtype=dtype)
+    return lambda: ops.top_k(x, 20), lambda: torch.topk(x, 20)
+
+
+@case("argmax", _shape)
+def _argmax(dtype: torch.dtype) -> tuple[Call, Call]:
+    x = normal(*VOCABULARY, dtype=dtype)
+    return lambda: ops.argmax(x), lambda: torch.argmax(x, -1)
+
+
 if __name__ == "__main__":
     main()

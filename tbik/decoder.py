@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from tbik import nn, ops, reference
+from tbik import nn, ops
 from tbik.collectives import all_reduce
 from tbik.errors import IntegrityError, PlanError
 from tbik.packing import freeze
@@ -374,7 +374,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             x = x + self._attend(index, layer, x, chunks, lengths, sin_cos)
             gate, up = layer.gate_up(self._norm(x, layer.mlp_norm))
-            x = x + layer.down((reference.silu(gate) * up.float()).to(self.dtype))
+            x = x + layer.down(ops.silu_and_mul(gate, up))
         for (cache, _), n in zip(chunks, lengths):
             cache.length += n
         if not every_position:
@@ -383,7 +383,7 @@ class Decoder:
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """fp32 log-probabilities of fp32 logits [..., V]; the sum over the vocabulary has the plan's leaves."""
-        return reference.log_softmax(logits, self.plan.leaves)
+        return ops.log_softmax(logits, self.plan.leaves)
 
     def _check(self, chunks: Sequence[tuple[KVCache, Sequence[int]]]) -> list[int]:
         lengths = [len(tokens) for _, tokens in chunks]
@@ -422,7 +422,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         heads = q.shape[1]
-        q, k = torch.split(_rotate(torch.cat([q, k], dim=1), *sin_cos), [heads, k.shape[1]], dim=1)
+        q, k = torch.split(ops.rope(torch.cat([q, k], dim=1), *sin_cos), [heads, k.shape[1]], dim=1)
         out, start = [], 0
         for (cache, _), n in zip(chunks, lengths):
             rows = slice(start, start + n)
@@ -433,16 +433,16 @@ class Decoder:
         return layer.out(torch.cat(out).reshape(num_tokens, heads * dim))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return reference.rms_norm(x, weight, self.config.eps)
+        return ops.rms_norm(x, weight, self.config.eps)
 
     def _rope_rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         needed = int(positions_T.max()) + 1
         if needed > self._tables[0].shape[0]:  # an entry depends on its own position only: growing changes no bit
             size = min(self.config.max_positions, max(256, 2 * needed))
             frequencies = torch.tensor(inverse_frequencies(self.config), dtype=torch.float32)
-            self._tables = reference.sin_cos_tables(torch.arange(size), frequencies)
+            self._tables = ops.rope_tables(torch.arange(size), frequencies)
         sin, cos = self._tables
-        return sin[positions_T][:, None], cos[positions_T][:, None]
+        return sin[positions_T], cos[positions_T]
 
     def _gather_vocab(self, local: Tensor) -> Tensor:
         if self._group is None:
@@ -522,12 +522,6 @@ class _Shards:
         """Per KV head of this rank, which of its query heads are here."""
 
 
-def _rotate(x_THD: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """(a cos - b sin, b cos + a sin) of the two halves a, b of each head; fp32 in the written order, one cast."""
-    a, b = x_THD.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THD.dtype)
-
-
 # --- greedy decoding --------------------------------------------------------------------------------------------------
 
 
@@ -541,11 +535,9 @@ def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int) 
     chunks: list[tuple[KVCache, Sequence[int]]] = list(zip(caches, prompts))
     for _ in range(new_tokens):
         logits = decoder.forward(chunks)
-        highest = logits.amax(dim=-1, keepdim=True)
-        if bool(torch.isnan(highest).any()):
+        best = ops.argmax(logits)  # the lowest index of equal maxima, or the first NaN
+        if bool(torch.isnan(logits.gather(-1, best[:, None])).any()):
             raise IntegrityError("greedy: the model's logits contain NaN")
-        # torch.argmax does not say which of several equal maxima it returns
-        index = torch.arange(logits.shape[1]).expand_as(logits).masked_fill(logits != highest, logits.shape[1])
-        tokens = index.amin(dim=-1).tolist()
+        tokens = best.tolist()
         yield tokens, logits
         chunks = [(cache, [token]) for cache, token in zip(caches, tokens)]

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tbik import __version__
+from tbik import __version__, ops
 from tbik.decoder import DTYPES, Decoder, DecoderConfig, Mode, greedy
 from tbik.errors import PlanError
 from tbik.plan import ModelShape, TreePlan
@@ -234,7 +234,7 @@ def _record(rows: Iterable[tuple[int, Tensor]]) -> dict[str, Any]:
     """Tokens, top ids, top logprob bits (hexadecimal), digest of each row, and one digest of all of it."""
     record: dict[str, Any] = {"tokens": [], "top_ids": [], "top_bits": [], "row_digests": []}
     for token, row in rows:
-        top = torch.sort(row, descending=True, stable=True).indices[:TOP]
+        top = ops.top_k(row, min(TOP, len(row))).ids  # ties to the lower id
         record["tokens"].append(token)
         record["top_ids"].append(top.tolist())
         record["top_bits"].append([f"{bits & 0xFFFFFFFF:08x}" for bits in row[top].view(torch.int32).tolist()])
