@@ -2,11 +2,12 @@
 //
 // Forward. The rows of a KV head are its (query, head) pairs, position by position; a tile is up to 60 of them and goes
 // through the key blocks in ascending order: chains of q k, softmax step, chains of p v. A block of keys is widened to
-// fp32 and transposed once for all tiles (in a first pass), or by its only tile (decoding).
-// Backward. A task is one query head of one sequence: key blocks outside, query blocks inside, both ascending, so that
-// dQ receives its key blocks and dK, dV their query blocks in order, from one evaluation of p and dS. The heads of a
-// group are folded by the canonical tree afterwards.
-// Every task writes its own rows only; the floating-point mode is IEEE, and flush around the chains that ask for it.
+// fp32 and transposed once for all tiles (in a first pass), or by its only tile. A tile of few rows (decoding) reads
+// fp32 keys and values where they lie, others widened: packing would cost more than the chains. Backward. A task is one
+// query head of one sequence: key blocks outside, query blocks inside, both ascending, so that dQ receives its key
+// blocks and dK, dV their query blocks in order, from one evaluation of p and dS. The heads of a group are folded by
+// the canonical tree afterwards. Every task writes its own rows only; the floating-point mode is IEEE, and flush around
+// the chains that ask for it.
 #include "attention.h"
 
 #include <algorithm>
@@ -22,6 +23,7 @@ namespace tbik {
 namespace {
 
 constexpr int64_t kTile = 60;                        // query rows of a tile: ten register tiles of six
+constexpr int64_t kFewRows = 8;                      // rows of a tile that reads keys in place
 constexpr int64_t kPackedBytes = int64_t{64} << 20;  // packed keys and values of one round
 constexpr int64_t kKeptBytes = int64_t{32} << 20;    // memory a thread keeps between calls: fresh pages cost more
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -112,23 +114,46 @@ class Packer {
     return static_cast<const char*>(x.data) + (row * x.stride_row + head * x.stride_head) * size_of(x.dtype);
   }
 
+  static const char* row_at(const KeyRows& x, const Sequence& s, int64_t head, int64_t position) {
+    if (x.page_size == 0) return at(x.rows, s.k_first + position, head);
+    const int64_t page = s.pages[position / x.page_size];
+    return at(x.rows, position % x.page_size, head) + page * x.stride_page * size_of(x.rows.dtype);
+  }
+
   // rows[k][0 .. Dp) = keys 64 j + k of the sequence; rows beyond its end are +0
   void widen_block(float* rows, const KeyRows& x, const Sequence& s, int64_t head, int64_t block) const {
     const int64_t dp = padded(p_.dim);
     const int64_t first = block * kKeyBlock;
     const int64_t count = std::min(kKeyBlock, s.k_length - first);
     for (int64_t k = 0; k < count; ++k) {
-      const int64_t position = first + k;
-      const char* row;
-      if (x.page_size == 0) {
-        row = at(x.rows, s.k_first + position, head);
-      } else {
-        const int64_t page = s.pages[position / x.page_size];
-        row = at(x.rows, position % x.page_size, head) + page * x.stride_page * size_of(x.rows.dtype);
-      }
-      widen(rows + k * dp, x.rows, row);
+      widen(rows + k * dp, x.rows, row_at(x, s, head, first + k));
     }
     std::memset(rows + count * dp, 0, static_cast<size_t>((kKeyBlock - count) * dp) * sizeof(float));
+  }
+
+  bool in_place(const KeyRows& x, int64_t count) const {
+    return x.rows.dtype == DType::kFloat32 && x.rows.stride_dim == 1 && p_.dim % 16 == 0 &&
+           (x.page_size > 0 ? x.page_size : count) % 8 == 0;
+  }
+
+  // Keys 64 j ... of the sequence in place where they are fp32 rows of a multiple of 16 adjacent values, at equal
+  // distances within groups of 8; else widened to `scratch` [64][Dp]. Every row may be read; those beyond the end of
+  // the sequence hold anything.
+  RowGroups row_groups(const KeyRows& x, const Sequence& s, int64_t head, int64_t block, float* scratch) const {
+    const int64_t dp = padded(p_.dim);
+    const int64_t first = block * kKeyBlock;
+    const int64_t count = std::min(kKeyBlock, s.k_length - first);
+    const bool direct = in_place(x, count);
+    RowGroups groups;
+    groups.stride = direct ? x.rows.stride_row : dp;
+    if (!direct) widen_block(scratch, x, s, head, block);
+    for (int64_t i = 0; i < kKeyBlock / 8; ++i) {
+      const bool within = i * 8 < count;
+      groups.group[i] = !direct  ? scratch + i * 8 * dp
+                        : within ? reinterpret_cast<const float*>(row_at(x, s, head, first + i * 8))
+                                 : groups.group[0];
+    }
+    return groups;
   }
 
   // panels[k / 16][d][k % 16] = rows[k][d]; scratch [D][64]
@@ -336,13 +361,17 @@ class Forward {
       while (r0 < rows && w.live[r0].hi <= start) ++r0;
       while (r1 < rows && w.live[r1].lo < start + kKeyBlock) ++r1;
       if (r0 >= r1) continue;
-      Block block{w.keys, w.values, true};
       if (packed != nullptr) {
-        block = packed[j - pair.first_block];
+        step(packed[j - pair.first_block], start, r0, r1 - r0, w);
+      } else if (rows <= kFewRows) {
+        const RowGroups keys = packer_.row_groups(p_.k, s, pair.head, j, w.rows);
+        const RowGroups values = packer_.row_groups(p_.v, s, pair.head, j, w.rows + kKeyBlock * dp_);
+        step_in_place(keys, values, start, r0, r1 - r0, w);
       } else {
+        Block block{w.keys, w.values, true};
         pack(block, w.rows, pair, j);
+        step(block, start, r0, r1 - r0, w);
       }
-      step(block, start, r0, r1 - r0, w);
     }
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = (s.q_first + (begin + r) / group) * p_.heads + first_head + (begin + r) % group;
@@ -354,11 +383,44 @@ class Forward {
     }
   }
 
-  void step(const Block& block, int64_t start, int64_t r0, int64_t rows, Memory& w) {
+  static void set_ranges(int64_t start, int64_t r0, int64_t rows, Memory& w) {
     for (int64_t r = r0; r < r0 + rows; ++r) {
       w.lo[r] = static_cast<int32_t>(std::max<int64_t>(w.live[r].lo - start, 0));
       w.hi[r] = static_cast<int32_t>(std::min(w.live[r].hi - start, kKeyBlock));
     }
+  }
+
+  void step_in_place(const RowGroups& keys, const RowGroups& values, int64_t start, int64_t r0, int64_t rows,
+                     Memory& w) {
+    set_ranges(start, r0, rows, w);
+    float* scores = w.s + r0 * kKeyBlock;
+    {
+      const FpFlushScope flush(kernels_.hardware_flush);
+      kernels_.row_keys(w.q + r0 * dp_, dp_, rows, keys, dp_, w.hi[r0 + rows - 1], scores);
+    }
+    kernels_.softmax(scores, rows, w.lo + r0, w.hi + r0, p_.scale, p_.cap, w.m + r0, w.factor + r0);
+    {
+      const FpFlushScope flush(kernels_.hardware_flush);
+      for (int64_t r = 0; r < rows;) {  // rows of one live range (the heads of a query) together
+        const int64_t lo = w.lo[r0 + r];
+        const int64_t hi = w.hi[r0 + r];
+        int64_t end = r + 1;
+        while (end < rows && w.lo[r0 + end] == lo && w.hi[r0 + end] == hi) ++end;
+        kernels_.row_values(scores + r * kKeyBlock, end - r, values, lo, hi, dp_, w.partial + (r0 + r) * dp_, dp_);
+        kernels_.sums(scores + r * kKeyBlock, end - r, lo, hi, w.sums + r0 + r);
+        r = end;
+      }
+    }
+    rescale(r0, rows, w);
+  }
+
+  void rescale(int64_t r0, int64_t rows, Memory& w) {
+    kernels_.rescale(w.acc + r0 * dp_, w.partial + r0 * dp_, rows, dp_, dp_, w.factor + r0);
+    kernels_.rescale(w.l + r0, w.sums + r0, rows, 1, 1, w.factor + r0);
+  }
+
+  void step(const Block& block, int64_t start, int64_t r0, int64_t rows, Memory& w) {
+    set_ranges(start, r0, rows, w);
     const int64_t lo = w.lo[r0];  // both ends ascend with the rows
     const int64_t hi = w.hi[r0 + rows - 1];
     float* scores = w.s + r0 * kKeyBlock;
@@ -373,8 +435,7 @@ class Forward {
                     kKeyBlock * 16, w.partial + r0 * dp_, dp_);
       kernels_.sums(scores, rows, lo, hi, w.sums + r0);
     }
-    kernels_.rescale(w.acc + r0 * dp_, w.partial + r0 * dp_, rows, dp_, dp_, w.factor + r0);
-    kernels_.rescale(w.l + r0, w.sums + r0, rows, 1, 1, w.factor + r0);
+    rescale(r0, rows, w);
   }
 
   const AttentionProblem& p_;

@@ -24,6 +24,12 @@ inline constexpr int64_t kKeyBlock = 64;    // keys of one block (ORDER.md K1)
 inline constexpr int64_t kQueryBlock = 64;  // query positions of one block of dK and dV (ORDER.md K3)
 inline constexpr int64_t kMaxHeadDim = 512;
 
+// 64 rows of fp32 where they lie: row k = group[k / 8] + (k % 8) * stride, multiples of 16 values long.
+struct RowGroups {
+  const float* group[kKeyBlock / 8];
+  int64_t stride;
+};
+
 // What one instruction set provides; every table computes the same bits.
 struct AttentionKernels {
   const char* name;
@@ -34,6 +40,13 @@ struct AttentionKernels {
   // is 1. Chain mode.
   void (*chains)(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
                  int64_t steps, float* c, int64_t c_row, int64_t columns);
+  // s[r * 64 + k] = chain over d of q[r * q_row + d] * keys[k][d], without the final + 0.0; k < columns, rounded up to
+  // 64 at most (s and keys reach that far); dim a multiple of 16. Few rows, keys in place. Chain mode.
+  void (*row_keys)(const float* q, int64_t q_row, int64_t rows, const RowGroups& keys, int64_t dim, int64_t columns,
+                   float* s_RK);
+  // c[r * c_row + d] = chain over k in [lo, hi) of p[r * 64 + k] * values[k][d], the same. Chain mode.
+  void (*row_values)(const float* p_RK, int64_t rows, const RowGroups& values, int64_t lo, int64_t hi, int64_t dim,
+                     float* c, int64_t c_row);
   // sum[r] = chain over k in [lo, hi) of p[r * 64 + k] * 1, without the final + 0.0. Chain mode.
   void (*sums)(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* sum);
 

@@ -22,6 +22,7 @@ namespace tbik {
 namespace attention_256 {
 
 #include "attention_loops.h"
+#include "attention_rows.h"
 namespace {
 
 // kAlongSteps: a_step = 1 and rows lie `a_stride` apart; else rows lie side by side and steps `a_stride` apart.
@@ -127,7 +128,7 @@ void chain_sums(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* 
   for (; r < rows; ++r) chain_sum<1>(p_RK + r * kKeys, lo, hi, sum + r);
 }
 
-const AttentionKernels kKernels = make_attention("avx2", true, chain_tiles, chain_sums);
+const AttentionKernels kKernels = make_attention("avx2", true, chain_tiles, chain_keys, chain_values, chain_sums);
 
 }  // namespace
 }  // namespace attention_256

@@ -134,10 +134,14 @@ float exp_one(float x) { return elementary::exp(x); }
 float log_one(float x) { return elementary::log(x); }
 
 constexpr AttentionKernels make_attention(const char* name, bool hardware_flush, decltype(AttentionKernels::chains) c,
+                                          decltype(AttentionKernels::row_keys) row_keys,
+                                          decltype(AttentionKernels::row_values) row_values,
                                           decltype(AttentionKernels::sums) s) {
   return {.name = name,
           .hardware_flush = hardware_flush,
           .chains = c,
+          .row_keys = row_keys,
+          .row_values = row_values,
           .sums = s,
           .softmax = softmax,
           .rescale = rescale,

@@ -45,6 +45,30 @@ void chain_tiles(const float* a, int64_t a_row, int64_t a_step, int64_t rows, co
   }
 }
 
+void chain_keys(const float* q, int64_t q_row, int64_t rows, const RowGroups& keys, int64_t dim, int64_t columns,
+                float* s_RK) {
+  for (int64_t r = 0; r < rows; ++r, q += q_row, s_RK += kKeys) {
+    for (int64_t k = 0; k < columns; ++k) {
+      const float* key = keys.group[k / 8] + k % 8 * keys.stride;
+      float acc = 0.0f;
+      for (int64_t d = 0; d < dim; ++d) acc = flushed_fma(flush_input(q[d]), flush_input(key[d]), acc);
+      s_RK[k] = acc;
+    }
+  }
+}
+
+void chain_values(const float* p_RK, int64_t rows, const RowGroups& values, int64_t lo, int64_t hi, int64_t dim,
+                  float* c, int64_t c_row) {
+  for (int64_t r = 0; r < rows; ++r, p_RK += kKeys, c += c_row) {
+    for (int64_t d = 0; d < dim; ++d) c[d] = 0.0f;
+    for (int64_t k = lo; k < hi; ++k) {
+      const float* value = values.group[k / 8] + k % 8 * values.stride;
+      const float p = flush_input(p_RK[k]);
+      for (int64_t d = 0; d < dim; ++d) c[d] = flushed_fma(p, flush_input(value[d]), c[d]);
+    }
+  }
+}
+
 void chain_sums(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* sum) {
   for (int64_t r = 0; r < rows; ++r) {
     sum[r] = 0.0f;
@@ -52,7 +76,7 @@ void chain_sums(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* 
   }
 }
 
-const AttentionKernels kKernels = make_attention("portable", false, chain_tiles, chain_sums);
+const AttentionKernels kKernels = make_attention("portable", false, chain_tiles, chain_keys, chain_values, chain_sums);
 
 }  // namespace
 }  // namespace attention_plain

@@ -176,6 +176,24 @@ def test_verify_long_blocks_equal_reference() -> None:
     assert_bitwise_equal(actual.dv, reference.fold_heads(back.dv_heads, (2,)), "dv")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 40, 80])
+def test_verify_few_rows_equal_many(dim: int, dtype: torch.dtype) -> None:
+    """A few query rows read keys in place: the bits of a chunk of nine queries, which packs them."""
+    for (heads, queries), options in itertools.product(((1, 1), (1, 3), (2, 2), (5, 1), (8, 1)), ({}, {"window": 70})):
+        x = inputs(150, 150, heads, 1, dim, dtype, heads)
+        x.k[149], x.v[149], x.v[5] = float("inf"), float("nan"), float("-inf")  # 149: masked, or seen by one query
+        for keys in (150, 149, 144):
+            few = Inputs(x.q[keys - queries : keys], x.k[:keys], x.v[:keys])
+            many = kernel("", few._replace(q=x.q[keys - 9 : keys]), options, (heads,))
+            for path in PATHS:
+                for got, wanted in zip(kernel(path, few, options, (heads,)), many):
+                    assert_bitwise_equal(got, wanted[9 - queries :], f"{path}, {heads}, {queries}, {keys}, {options}")
+            for page in (5, 8):
+                out = run_paged(few._replace(q=x.q), paged([few], page), keys - queries, keys, **options)
+                assert_bitwise_equal(out, many[0][9 - queries :], f"{heads}, {queries}, {keys}, pages of {page}")
+
+
 # --- chunks, pages, company, heads ------------------------------------------------------------------------------------
 
 
@@ -214,10 +232,10 @@ def prompt() -> tuple[Inputs, Tensor]:
     return x, ops.attention(*x)
 
 
-def run_paged(x: Inputs, cache: Paged, lo: int, hi: int, row: int = 0) -> Tensor:
+def run_paged(x: Inputs, cache: Paged, lo: int, hi: int, row: int = 0, **options: Any) -> Tensor:
     """The queries [lo, hi) of a sequence whose keys [0, hi) are in row `row` of the block table."""
     lengths = torch.tensor([hi])
-    return ops.paged_attention(x.q[lo:hi], *cache[:2], cache.table[row : row + 1], lengths, cu(hi - lo))
+    return ops.paged_attention(x.q[lo:hi], *cache[:2], cache.table[row : row + 1], lengths, cu(hi - lo), **options)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 100, 512])
