@@ -611,7 +611,21 @@ std::unique_ptr<Collectives::Flow> make(Placement placement, const Request& requ
   return std::make_unique<TwoShot>(request, world, most, capacity);
 }
 
-Placement choose(const Settings& settings, Collective collective, int64_t bytes, int world) {
+// Bytes between nodes, per rank and in units of (n/G) (N-1)/N: the node's covers, in the type of accumulation, and for
+// all_reduce the results; by flat placements G times as many elements, all in the type of the message. (reduce: its
+// results are as many either way.)
+bool fewer_between_nodes(Collective collective, Element element, int node_size, int world) {
+  int64_t most = 1;
+  for (int64_t first = 0; first < world; first += node_size) {
+    most = std::max(most, static_cast<int64_t>(cover(first, first + node_size).size()));
+  }
+  const int64_t bytes = size_of(element);
+  const int64_t back =
+      collective == Collective::kAllReduce || collective == Collective::kAllReduceCoalesced ? bytes : 0;
+  return most * size_of(accumulation_of(element)) + back < node_size * (bytes + back);
+}
+
+Placement choose(const Settings& settings, Collective collective, Element element, int64_t bytes, int world) {
   const bool levels = settings.node_size > 1 && settings.node_size < world;
   const bool scatter = scatters(collective);
   if (settings.placement == Placement::kTwoLevel) {
@@ -619,7 +633,8 @@ Placement choose(const Settings& settings, Collective collective, int64_t bytes,
   }
   if (settings.placement != Placement::kAuto) return scatter ? Placement::kTwoShot : settings.placement;
   if (bytes <= settings.one_shot_bytes) return scatter ? Placement::kTwoShot : Placement::kOneShot;
-  return levels ? Placement::kTwoLevel : Placement::kTwoShot;
+  return levels && fewer_between_nodes(collective, element, settings.node_size, world) ? Placement::kTwoLevel
+                                                                                       : Placement::kTwoShot;
 }
 
 void require_settings(const Settings& settings, int world) {
@@ -682,8 +697,8 @@ Collectives::Collectives(Transport& transport, const Settings& settings, const C
 
 Collectives::~Collectives() = default;
 
-Placement Collectives::placement_for(Collective collective, int64_t bytes) const {
-  return placement::choose(settings_, collective, bytes, transport_.size());
+Placement Collectives::placement_for(Collective collective, Element element, int64_t bytes) const {
+  return placement::choose(settings_, collective, element, bytes, transport_.size());
 }
 
 namespace {
@@ -777,7 +792,7 @@ void Collectives::run(const Request& request) {
   int64_t total = 0;
   for (int64_t count : request.counts) total += count;
   const int64_t bytes = size_of(request.element);
-  const Placement placement = placement_for(request.collective, total * bytes);
+  const Placement placement = placement_for(request.collective, request.element, total * bytes);
   const std::unique_ptr<Flow> flow =
       placement::make(placement, request, {transport_.rank(), transport_.size(), settings_.node_size}, settings_,
                       transport_.capacity());
@@ -833,6 +848,7 @@ void Collectives::run(const Request& request) {
         compare_tags(tag, t == 0, &rule, &factors, tbik::describe(where, transport_.rank(), transport_.size()));
         io.factors = &factors;
       }
+      if (last && request.commit) request.commit();
       for (int64_t s = 0; s < stages; ++s) {
         const int64_t k = t - s;
         if (k < 0 || k >= flow->segments.num) continue;
@@ -871,7 +887,8 @@ std::vector<Traffic> dry_run(const Settings& settings, const Request& request, i
   placement::require_settings(settings, world);
   int64_t total = 0;
   for (int64_t count : request.counts) total += count;
-  const Placement chosen = placement::choose(settings, request.collective, total * size_of(request.element), world);
+  const Placement chosen =
+      placement::choose(settings, request.collective, request.element, total * size_of(request.element), world);
   const int node_size = settings.node_size > 0 ? settings.node_size : world;
   std::vector<Traffic> traffic(static_cast<size_t>(world));
   for (int rank = 0; rank < world; ++rank) {

@@ -16,13 +16,17 @@
 //
 // reduce: as all_reduce, results only to the root. reduce_scatter: two_shot's first half, (W-1)/W n; by two_level,
 // chunk (c, b) of rank b of node c to rank b of the sender's node, who folds the node's leaves; the cover to its owner:
-// between nodes (n/G) (N-1)/N. (Covers of several nodes, and 16-bit floats, whose covers are fp32, send so much more.)
+// between nodes (n/G) (N-1)/N. Covers of several nodes, and 16-bit floats, whose covers are fp32, send so much more:
+// kAuto takes two_level only where it sends fewer bytes between nodes than two_shot. That is always so for all_reduce;
+// for reduce and reduce_scatter not with 16-bit floats on nodes of 2, 3 or 5 ranks.
 //
 // A message is cut into segments, and a placement into stages; round t runs stage s on segment t - s, so that one
 // exchange moves the pieces of several stages. Extra memory: one copy of an in-place message of several segments, and
 // the transport's fixed buffers. Stage and commit: a message of one segment is written after the last exchange; one of
 // several segments is saved piece by piece before it is overwritten, and restored before the call throws. So a call
-// that throws leaves an in-place tensor as it was; an out-of-place result is then undefined.
+// that throws leaves an in-place tensor as it was; an out-of-place result is then undefined. Between the last exchange
+// and the first byte that is not restored any more the caller is asked (Request::commit), so that one who has meanwhile
+// given up on the call can have it fail.
 //
 // Every message carries (call, collective, op, element type, count, placement, root, factor). Ranks that disagree all
 // throw kMismatch in the first round, and stay in step. Guarantees: deterministic; independent of size, placement,
@@ -32,6 +36,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -67,8 +72,9 @@ struct Request {
   // all_reduce, reduce: one pointer, one count. reduce_scatter: one per rank.
   std::vector<const void*> inputs;
   std::vector<int64_t> counts;
-  void* out = nullptr;       // may be the input
-  bool out_is_ours = false;  // scratch: may be half-written by a failed call
+  void* out = nullptr;           // may be the input
+  bool out_is_ours = false;      // scratch: may be half-written by a failed call
+  std::function<void()> commit;  // called once, after the last exchange; may throw TransportError, which fails the call
 };
 
 struct Settings {
@@ -101,7 +107,7 @@ class Collectives {
   void refuse(Collective collective);
 
   uint64_t calls() const { return calls_; }
-  Placement placement_for(Collective collective, int64_t bytes) const;
+  Placement placement_for(Collective collective, Element element, int64_t bytes) const;
 
   class Flow;  // one placement of one call
 

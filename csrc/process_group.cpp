@@ -133,15 +133,14 @@ class GroupTransport final : public Transport {
       : Transport(group->getRank(), group->getSize()), group_(std::move(group)), check_(check) {
     tags_.resize(static_cast<size_t>(size_));
     // Address space only: pages that no message reaches are never touched.
-    room_bytes_ = static_cast<size_t>(kRoom) * static_cast<size_t>(std::max(1, size_ - 1));
-    void* room = mmap(nullptr, room_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const size_t bytes = static_cast<size_t>(kRoom) * static_cast<size_t>(std::max(1, size_ - 1));
+    void* room = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED) {
-      throw TransportError(TransportFailure::kMisuse, "gloo: no address space for " + std::to_string(room_bytes_) +
+      throw TransportError(TransportFailure::kMisuse, "gloo: no address space for " + std::to_string(bytes) +
                                                           " bytes of messages: " + std::strerror(errno));
     }
-    room_ = static_cast<std::byte*>(room);
+    room_ = {static_cast<std::byte*>(room), [bytes](std::byte* memory) { munmap(memory, bytes); }};
   }
-  ~GroupTransport() override { munmap(room_, room_bytes_); }
 
   const char* name() const override { return "gloo"; }
   int64_t capacity() const override { return kGlooMessage; }
@@ -153,9 +152,9 @@ class GroupTransport final : public Transport {
   }
 
   void exchange(const Tag& tag, const std::vector<Part>& parts, const Where& where) override {
-    if (!broken_.empty()) {
+    if (const std::string reason = broken(); !reason.empty()) {
       throw TransportError(TransportFailure::kAborted, "gloo: " + describe(where, rank_, size_) +
-                                                           ": an earlier call on this group failed (" + broken_ +
+                                                           ": an earlier call on this group failed (" + reason +
                                                            "). Destroy the group and make a new one");
     }
     const std::byte* own = outgoing();
@@ -179,12 +178,12 @@ class GroupTransport final : public Transport {
 
   const std::byte* incoming(int peer, size_t part) const override {
     if (peer == rank_) return own_ + (*parts_)[part].to[static_cast<size_t>(rank_)].offset;
-    return room_ + starts_[static_cast<size_t>(peer) * parts_->size() + part];
+    return room_.get() + starts_[static_cast<size_t>(peer) * parts_->size() + part];
   }
   const Tag& tag(int peer) const override { return tags_[static_cast<size_t>(peer)]; }
 
   void abort(const std::string& reason) override {
-    if (broken_.empty()) broken_ = reason.substr(0, 300);
+    give_up(reason);
     try {
       group_->abort();
     } catch (const std::exception&) {  // a backend without abort: its own timeout ends the wait
@@ -202,8 +201,8 @@ class GroupTransport final : public Transport {
       send_sizes_[static_cast<size_t>(p)] = size;
       total += size;
     }
-    out_.resize(static_cast<size_t>(total));
-    std::byte* at = out_.data();
+    out_->resize(static_cast<size_t>(total));
+    std::byte* at = out_->data();
     for (int p = 0; p < size_; ++p) {
       if (p == rank_) continue;
       std::memcpy(at, &tag, sizeof(Tag));
@@ -233,13 +232,18 @@ class GroupTransport final : public Transport {
     try {
       c10d::AllToAllOptions options;
       options.timeout = std::chrono::duration_cast<milliseconds>(limit_);
-      at::Tensor in = at::from_blob(room_, {kRoom * (size_ - 1)}, at::kByte);
-      at::Tensor out = at::from_blob(out_.data(), {static_cast<int64_t>(out_.size())}, at::kByte);
-      group_->alltoall_base(in, out, receive_sizes, send_sizes_, options)->wait();
+      // Each keeps its memory: gloo may still use it when an abort has ended this wait.
+      at::Tensor in = at::from_blob(room_.get(), {kRoom * (size_ - 1)}, [keep = room_](void*) {}, at::kByte);
+      at::Tensor out =
+          at::from_blob(out_->data(), {static_cast<int64_t>(out_->size())}, [keep = out_](void*) {}, at::kByte);
+      wait(*group_->alltoall_base(in, out, receive_sizes, send_sizes_, options));
+    } catch (const Given& given) {
+      throw TransportError(TransportFailure::kAborted, "gloo: " + describe(where, rank_, size_) +
+                                                           ": this rank has given up the group: " + given.up);
     } catch (const std::exception& error) {
       const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       const std::string reason = std::string(error.what()).substr(0, 400);
-      broken_ = "call " + std::to_string(where.call);
+      give_up("call " + std::to_string(where.call));
       Where here = where;
       here.phase = phase;
       throw TransportError(
@@ -251,9 +255,53 @@ class GroupTransport final : public Transport {
               reason);
     }
     for (int p = 0; p < size_; ++p) {
-      if (p != rank_) std::memcpy(&tags_[static_cast<size_t>(p)], room_ + room_of(p), sizeof(Tag));
+      if (p != rank_) std::memcpy(&tags_[static_cast<size_t>(p)], room_.get() + room_of(p), sizeof(Tag));
     }
   }
+
+  struct Given {
+    std::string up;
+  };
+
+  // gloo's own wait ends at its limit, but nobody can wake it.
+  void wait(c10d::Work& work) {
+    const std::shared_ptr<Bell> bell = bell_;
+    {
+      const std::lock_guard<std::mutex> lock(bell->mutex);
+      bell->rung = false;
+    }
+    work.getFuture()->addCallback([bell](c10::ivalue::Future&) {
+      const std::lock_guard<std::mutex> lock(bell->mutex);
+      bell->rung = true;
+      bell->changed.notify_all();
+    });
+    {
+      std::unique_lock<std::mutex> lock(bell->mutex);
+      const auto until = std::chrono::steady_clock::now() + limit_ + kGrace;
+      bell->changed.wait_until(lock, until, [&] { return bell->rung || !bell->reason.empty(); });
+      if (!bell->rung && !bell->reason.empty()) throw Given{bell->reason};
+    }
+    work.wait(kGrace);  // has ended, or fails
+  }
+
+  std::string broken() const {
+    const std::lock_guard<std::mutex> lock(bell_->mutex);
+    return bell_->reason;
+  }
+
+  void give_up(const std::string& reason) {
+    const std::lock_guard<std::mutex> lock(bell_->mutex);
+    if (bell_->reason.empty()) bell_->reason = reason.substr(0, 300);
+    bell_->changed.notify_all();
+  }
+
+  // Rung by gloo's thread at the end of an exchange, or by whoever gives the group up.
+  struct Bell {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool rung = false;
+    std::string reason;  // why the group is given up
+  };
 
   int64_t room_of(int peer) const { return kRoom * (peer < rank_ ? peer : peer - 1); }
 
@@ -264,15 +312,14 @@ class GroupTransport final : public Transport {
   uint64_t round_ = 0;
   std::array<uint64_t, 7> last_call_{};
   std::vector<std::byte> messages_[2];
-  std::vector<std::byte> out_;
-  std::byte* room_ = nullptr;
-  size_t room_bytes_ = 0;
+  std::shared_ptr<std::vector<std::byte>> out_ = std::make_shared<std::vector<std::byte>>();
+  std::shared_ptr<std::byte> room_;
   std::vector<int64_t> send_sizes_;
   std::vector<int64_t> starts_;  // of part i from peer p in room_: [p][i]
   std::vector<Tag> tags_;
   const std::vector<Part>* parts_ = nullptr;
   const std::byte* own_ = nullptr;
-  std::string broken_;
+  const std::shared_ptr<Bell> bell_ = std::make_shared<Bell>();
 };
 
 // --- the thread that reduces
@@ -395,8 +442,14 @@ class Engine {
 
 class ProcessGroupTbik::ReductionWork final : public c10d::Work {
  public:
-  ReductionWork(int rank, int size, OpType type, Tensors outputs, uint64_t sequence, milliseconds timeout)
-      : Work(rank, type), outputs_(std::move(outputs)), size_(size), sequence_(sequence), timeout_(timeout) {}
+  ReductionWork(const std::shared_ptr<Engine>& engine, OpType type, Tensors outputs, uint64_t sequence,
+                milliseconds timeout)
+      : Work(engine->transport->rank(), type),
+        engine_(engine),
+        outputs_(std::move(outputs)),
+        size_(engine->transport->size()),
+        sequence_(sequence),
+        timeout_(timeout) {}
 
   Tensors result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
@@ -406,15 +459,18 @@ class ProcessGroupTbik::ReductionWork final : public c10d::Work {
     const milliseconds limit = own_limit ? timeout : timeout_ + kGrace;
     std::unique_lock<std::mutex> lock(mutex_);
     const auto done = [this] { return completed_; };
-    const auto until = std::chrono::steady_clock::now() + limit;
-    if (!completed_ && !cv_.wait_until(lock, until, done)) {
-      C10_THROW_ERROR(DistBackendError, "tbik: wait for " + c10d::opTypeToString(opType_) + ", call " +
-                                            std::to_string(sequence_) + " of this group, rank " +
-                                            std::to_string(rank_) + " of " + std::to_string(size_) +
-                                            ": not finished after " + std::to_string(limit.count()) +
-                                            " ms; it is queued behind other calls or waits for a rank. It is still "
-                                            "under way and its tensors must not be touched; its own error will name "
-                                            "the rank");
+    if (!cv_.wait_until(lock, std::chrono::steady_clock::now() + limit, done)) {
+      const Stage stage = give_up();
+      if (stage != Stage::kCommitting) {
+        const std::string text = late(limit, stage);
+        lock.unlock();
+        const bool left = stage == Stage::kDropped || leave_to_worker(text);
+        C10_THROW_ERROR(DistBackendError, "tbik: " + text +
+                                              (left ? ". Its input is unchanged. "
+                                                    : ". Its tensors are still in use and must not be touched. ") +
+                                              "Destroy the group and make a new one");
+      }
+      cv_.wait(lock, done);  // copies of memory, no waits
     }
     if (exception_) std::rethrow_exception(exception_);
     return true;
@@ -432,6 +488,13 @@ class ProcessGroupTbik::ReductionWork final : public c10d::Work {
       }
     }
     return future_;
+  }
+
+  // On the thread that runs the call. False: the caller has given up, and nothing of it may be done.
+  bool begin() { return advance(Stage::kQueued, Stage::kRunning); }
+  bool commit() { return advance(Stage::kRunning, Stage::kCommitting) || stage_.load() == Stage::kCommitting; }
+  std::string reason() const {
+    return "rank " + std::to_string(rank_) + ": " + name() + ": its caller has given it up";
   }
 
   void done(const std::exception_ptr& exception) {
@@ -453,10 +516,45 @@ class ProcessGroupTbik::ReductionWork final : public c10d::Work {
     }
   }
 
+  // A caller may give up a call that is queued (kDropped: it never runs) or running (kAbandoned: what was written is
+  // restored); from kCommitting on it waits for the end.
+  enum class Stage : uint8_t { kQueued, kRunning, kCommitting, kDropped, kAbandoned };
+
+  bool advance(Stage from, Stage to) { return stage_.compare_exchange_strong(from, to); }
+
+  // kDropped, kAbandoned, or kCommitting: too late.
+  Stage give_up() {
+    advance(Stage::kQueued, Stage::kDropped);
+    advance(Stage::kRunning, Stage::kAbandoned);
+    return stage_.load();
+  }
+
+  std::string name() const {
+    return c10d::opTypeToString(opType_) + ", call " + std::to_string(sequence_) + " of this group";
+  }
+
+  std::string late(milliseconds limit, Stage stage) const {
+    const std::shared_ptr<Engine> engine = engine_.lock();
+    const int awaited = engine ? engine->transport->awaited() : -1;
+    return "wait for " + name() + ", rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+           ": not finished after " + std::to_string(limit.count()) + " ms, the limit of this wait; " +
+           (stage == Stage::kDropped ? "it was queued behind other calls" : "it was under way") +
+           (awaited >= 0 ? ", waiting for rank " + std::to_string(awaited) : "") + ", and is given up";
+  }
+
+  // Wakes the worker, which restores what it has written. False if it has not ended in time.
+  bool leave_to_worker(const std::string& text) {
+    if (const std::shared_ptr<Engine> engine = engine_.lock()) engine->transport->abort(text);
+    std::unique_lock<std::mutex> lock(mutex_);
+    return cv_.wait_until(lock, std::chrono::steady_clock::now() + kDrain, [this] { return completed_; });
+  }
+
+  const std::weak_ptr<Engine> engine_;
   Tensors outputs_;
   const int size_;
   const uint64_t sequence_;
   const milliseconds timeout_;
+  std::atomic<Stage> stage_{Stage::kQueued};
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -523,7 +621,7 @@ ProcessGroupTbik::~ProcessGroupTbik() {
 
 std::string ProcessGroupTbik::transport() const { return engine_->transport->name(); }
 std::string ProcessGroupTbik::placement(int64_t bytes) const {
-  return name_of(engine_->collectives.placement_for(Collective::kAllReduce, bytes));
+  return name_of(engine_->collectives.placement_for(Collective::kAllReduce, Element::kFloat32, bytes));
 }
 std::vector<int64_t> ProcessGroupTbik::bytes_sent() const { return engine_->transport->bytes_sent(); }
 uint64_t ProcessGroupTbik::calls() const { return sequence_.load(); }
@@ -651,7 +749,7 @@ void ProcessGroupTbik::shutdown() {
 
 // Runs body now if the caller waits anyway and nothing is queued, else on the worker thread.
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs, Milliseconds timeout, bool async,
-                                                   std::function<void()> body) {
+                                                   Body body) {
   if (engine_->forked()) {
     C10_THROW_ERROR(DistBackendError,
                     "tbik: " + c10d::opTypeToString(type) +
@@ -661,13 +759,22 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs,
     C10_THROW_ERROR(DistBackendError, "tbik: " + c10d::opTypeToString(type) + ": the group was shut down or aborted");
   }
   if (timeout.count() <= 0) timeout = options_->timeout;
-  auto work = c10::make_intrusive<ReductionWork>(rank_, size_, type, std::move(outputs), ++sequence_, timeout);
+  auto work = c10::make_intrusive<ReductionWork>(engine_, type, std::move(outputs), ++sequence_, timeout);
   Engine* engine = engine_.get();
-  const auto perform = [work, engine, timeout](const std::function<void()>& steps) {
+  const auto perform = [work, engine, timeout](const Body& steps) {
+    const auto give_up = [&] {
+      engine->transport->abort(work->reason());
+      throw TransportError(TransportFailure::kAborted, work->reason());
+    };
+    const Commit commit = [&] {
+      if (!work->commit()) give_up();
+    };
     std::exception_ptr failure;
     try {
+      if (!work->begin()) give_up();
       engine->transport->set_limit(timeout);
-      steps();
+      steps(commit);
+      commit();  // of a call that writes nothing
     } catch (const TransportError& error) {
       if (error.failure == TransportFailure::kTimeout) {
         engine->error = c10d::ErrorType::TIMEOUT;
@@ -753,14 +860,16 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce(Tensors& tensors, const c1
     return request_of(Collective::kAllReduce, options.reduceOp, tensor);
   });
   return submit(OpType::ALLREDUCE, tensors, options.timeout, options.asyncOp,
-                [engine = engine_.get(), tensor, request = std::move(request)]() mutable {
+                [engine = engine_.get(), tensor, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
                   const Dense x(tensor);
                   request.inputs = {x.data()};
                   request.counts = {tensor.numel()};
                   request.out = x.data();
                   request.out_is_ours = x.copied();
+                  if (!x.copied()) request.commit = commit;
                   engine->collectives.run(request);
+                  commit();
                   x.commit();
                 });
 }
@@ -778,7 +887,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors
   });
   // Tensors of one dtype travel as one message, and nothing is written before all of them have arrived.
   return submit(OpType::ALLREDUCE_COALESCED, tensors, options.timeout, options.asyncOp,
-                [engine = engine_.get(), views, requests = requests]() mutable {
+                [engine = engine_.get(), views, requests = requests](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
                   std::vector<std::pair<at::Tensor, std::vector<size_t>>> flats;
                   std::vector<bool> taken(views.size());
@@ -801,6 +910,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors
                     engine->collectives.run(request);
                     flats.emplace_back(std::move(flat), std::move(members));
                   }
+                  commit();
                   for (const auto& [flat, members] : flats) {
                     int64_t at = 0;
                     for (size_t j : members) {
@@ -824,14 +934,16 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce(Tensors& tensors, const c10d:
   });
   request.root = static_cast<int>(options.rootRank);
   return submit(OpType::REDUCE, tensors, options.timeout, options.asyncOp,
-                [engine = engine_.get(), tensor, request = std::move(request)]() mutable {
+                [engine = engine_.get(), tensor, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
                   const Dense x(tensor);
                   request.inputs = {x.data()};
                   request.counts = {tensor.numel()};
                   request.out = x.data();
                   request.out_is_ours = x.copied();
+                  if (!x.copied()) request.commit = commit;
                   engine->collectives.run(request);
+                  commit();
                   if (engine->transport->rank() == request.root) x.commit();
                 });
 }
@@ -860,7 +972,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std
     return result;
   });
   return submit(OpType::REDUCE_SCATTER, outputs, options.timeout, options.asyncOp,
-                [engine = engine_.get(), output, chunks, request = std::move(request)]() mutable {
+                [engine = engine_.get(), output, chunks, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
                   std::vector<Dense> in(chunks.begin(), chunks.end());
                   const at::Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
@@ -869,7 +981,10 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std
                     request.counts.push_back(chunk.flat.numel());
                   }
                   request.out = out.data_ptr();
+                  request.out_is_ours = !out.is_same(output);
+                  if (!request.out_is_ours) request.commit = commit;
                   engine->collectives.run(request);
+                  commit();
                   if (!out.is_same(output)) output.copy_(out);
                 });
 }
@@ -907,13 +1022,20 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
   });
   const OpType type = outputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER_TENSOR_COALESCED;
   return submit(type, outputs, options.timeout, options.asyncOp,
-                [engine = engine_.get(), out_views, in_views, requests = requests]() mutable {
+                [engine = engine_.get(), out_views, in_views, requests = requests](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
+                  // Of several results those that lie in an input wait until the last one is there.
+                  const auto in_an_input = [&in_views](const at::Tensor& output) {
+                    return std::any_of(in_views.begin(), in_views.end(),
+                                       [&](const at::Tensor& in) { return in.is_alias_of(output); });
+                  };
+                  Tensors results;
                   for (size_t i = 0; i < out_views.size(); ++i) {
                     const Dense in(in_views[i]);
                     const at::Tensor& output = out_views[i];
-                    const at::Tensor out =
-                        output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+                    const bool direct = output.is_contiguous() && (out_views.size() == 1 || !in_an_input(output));
+                    const at::Tensor out = direct ? output : at::empty(output.sizes(), output.options());
+                    results.push_back(out);
                     Request& request = requests[i];
                     const int64_t bytes = output.numel() * size_of(request.element);
                     for (int p = 0; p < engine->transport->size(); ++p) {
@@ -921,8 +1043,13 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
                       request.counts.push_back(output.numel());
                     }
                     request.out = out.data_ptr();
+                    request.out_is_ours = !direct;
+                    if (direct && out_views.size() == 1) request.commit = commit;
                     engine->collectives.run(request);
-                    if (!out.is_same(output)) output.copy_(out);
+                  }
+                  commit();
+                  for (size_t i = 0; i < out_views.size(); ++i) {
+                    if (!results[i].is_same(out_views[i])) out_views[i].copy_(results[i]);
                   }
                 });
 }
@@ -1009,8 +1136,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_sparse(Tensors& tensors, c
   mover("sparse all_reduce", &tensors[0]);
   if (!tensors[0].device().is_cpu()) refuse("sparse all_reduce: expected a CPU tensor");
   const Milliseconds timeout = options.timeout.count() > 0 ? options.timeout : options_->timeout;
-  auto work =
-      c10::make_intrusive<ReductionWork>(rank_, size_, OpType::_ALLREDUCE_SPARSE, tensors, ++sequence_, timeout);
+  auto work = c10::make_intrusive<ReductionWork>(engine_, OpType::_ALLREDUCE_SPARSE, tensors, ++sequence_, timeout);
   std::exception_ptr failure;
   try {
     sparse(tensors[0], options.reduceOp, timeout);
@@ -1075,10 +1201,11 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::barrier(const c10d::BarrierOptions& 
     delegated_.clear();
   }
   const Milliseconds timeout = options.timeout.count() > 0 ? options.timeout : options_->timeout;
-  return submit(OpType::BARRIER, {}, timeout, options.asyncOp, [engine = engine_.get(), earlier, timeout] {
-    for (const WorkPtr& work : earlier) work->wait(timeout);
-    engine->collectives.barrier();
-  });
+  return submit(OpType::BARRIER, {}, timeout, options.asyncOp,
+                [engine = engine_.get(), earlier, timeout](const Commit&) {
+                  for (const WorkPtr& work : earlier) work->wait(timeout);
+                  engine->collectives.barrier();
+                });
 }
 
 void ProcessGroupTbik::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -1112,15 +1239,17 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::alltoall(Tensors& outputs, Tensors& 
   at::Tensor out = at::empty({total}, outputs[0].options());
   const WorkPtr moved = track(backend.alltoall_base(out, in, receive_sizes, send_sizes, options));
   const Milliseconds timeout = options.timeout.count() > 0 ? options.timeout : options_->timeout;
-  return submit(OpType::ALLTOALL, outputs, timeout, options.asyncOp, [moved, in, out, outputs, timeout] {
-    const at::NoGradGuard no_grad;
-    moved->wait(timeout);
-    int64_t at = 0;
-    for (const at::Tensor& x : outputs) {
-      x.copy_(out.narrow(0, at, x.numel()).view(x.sizes()));
-      at += x.numel();
-    }
-  });
+  return submit(OpType::ALLTOALL, outputs, timeout, options.asyncOp,
+                [moved, in, out, outputs, timeout](const Commit& commit) {
+                  const at::NoGradGuard no_grad;
+                  moved->wait(timeout);
+                  commit();
+                  int64_t at = 0;
+                  for (const at::Tensor& x : outputs) {
+                    x.copy_(out.narrow(0, at, x.numel()).view(x.sizes()));
+                    at += x.numel();
+                  }
+                });
 }
 
 namespace {

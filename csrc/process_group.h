@@ -12,8 +12,10 @@
 // own, since gloo matches calls of one group by their order, which two threads would mix up).
 // Dense CPU tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). A rank that
 // refuses a reduction raises at once; the others, if they make that call, get a DistBackendError that names it, and the
-// group stays usable. What Python or gloo refuse on one rank alone is no call of the group: the others wait for their
-// timeout. Results as promised by csrc/collective.h; world size is in the bits of a plain tensor's sum.
+// group stays usable. A wait that ends before its call raises, too: then the call is given up, its inputs are as they
+// were, and the group is not usable any more. What Python or gloo refuse on one rank alone is no call of the group: the
+// others wait for their timeout. Results as promised by csrc/collective.h; world size is in the bits of a plain
+// tensor's sum.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -123,8 +125,11 @@ class ProcessGroupTbik final : public c10d::Backend {
   class ReductionWork;
   struct Dense;
 
-  WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, Milliseconds timeout, bool async,
-                 std::function<void()> body);
+  // Throws TransportError where the caller has given up; else what follows may write the caller's tensors.
+  using Commit = std::function<void()>;
+  using Body = std::function<void(const Commit&)>;
+
+  WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, Milliseconds timeout, bool async, Body body);
   c10d::Backend& mover(const char* activity, const at::Tensor* tensor);
   void stop_engine();
   WorkPtr track(WorkPtr work);

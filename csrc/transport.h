@@ -15,6 +15,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -98,6 +99,9 @@ class Transport {
   // Peers that still wait for this rank learn that it has left, instead of waiting for their limit.
   virtual void leave() {}
 
+  // The rank whose message this rank's exchange() sleeps for; -1: none, or not known. Any thread.
+  virtual int awaited() const { return awaited_.load(std::memory_order_relaxed); }
+
   // Payload bytes that this rank has addressed to each rank; empty where nobody counts.
   virtual std::vector<int64_t> bytes_sent() const { return {}; }
 
@@ -107,6 +111,7 @@ class Transport {
  protected:
   const int rank_;
   const int size_;
+  std::atomic<int> awaited_{-1};
   std::chrono::nanoseconds limit_ = std::chrono::minutes(30);  // of one wait
 };
 

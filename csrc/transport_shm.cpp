@@ -426,7 +426,11 @@ void ShmTransport::wait_for(int peer, const Where& where) {
       sched_yield();
       done = arrived();
     }
-    while (!done) done = sleep(peer, where, start);
+    if (!done) {
+      awaited_.store(shown_.empty() ? peer : shown_[static_cast<size_t>(peer)], std::memory_order_relaxed);
+      while (!done) done = sleep(peer, where, start);
+      awaited_.store(-1, std::memory_order_relaxed);
+    }
   }
   const uint64_t got = region_->message(peer, round_)->round;
   if (got != round_) {

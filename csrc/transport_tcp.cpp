@@ -182,6 +182,11 @@ void TcpTransport::note(const char* activity) {
   if (shm_) shm_->note(activity);
 }
 
+int TcpTransport::awaited() const {
+  const int local = shm_ ? shm_->awaited() : -1;
+  return local >= 0 ? local : Transport::awaited();
+}
+
 void TcpTransport::exchange(const Tag& tag, const std::vector<Part>& parts, const Where& where) {
   const std::unique_lock<std::mutex> lock(io_mutex_);
   require_usable(where);
@@ -237,7 +242,11 @@ void TcpTransport::exchange(const Tag& tag, const std::vector<Part>& parts, cons
     } else if (now - idle < kYielding) {
       sched_yield();
     } else {
+      const auto late = std::find_if(streams_.begin(), streams_.end(),
+                                     [](const auto& stream) { return !stream->sent || !stream->received; });
+      awaited_.store(late == streams_.end() ? -1 : (*late)->peer, std::memory_order_relaxed);
       wait(where, start);
+      awaited_.store(-1, std::memory_order_relaxed);
     }
   }
 }

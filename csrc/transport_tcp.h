@@ -46,6 +46,7 @@ class TcpTransport final : public Transport {
   void abort(const std::string& reason) override;
   void note(const char* activity) override;
   void leave() override;
+  int awaited() const override;
   std::vector<int64_t> bytes_sent() const override;
 
   static constexpr int64_t kHeaderBytes = 88;  // of a frame

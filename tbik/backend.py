@@ -29,7 +29,9 @@ CUDA tensors: moved by NCCL where torch has it; their reductions are refused (no
 Errors: PlanError when a group is made on ranks that disagree; TransportError where a rank does not come; afterwards
 DistBackendError (a peer is gone, too late, or made another call or refused this one) and ValueError (unsupported dtype,
 operator, device: at once on the rank that asks). A call that torch itself or gloo refuses on one rank only leaves the
-others to the group's timeout. A store that torchrun's restarts hand out again does no harm.
+others to the group's timeout. A wait of an asynchronous call that ends first gives the call up: DistBackendError, its
+input as it was, the group not usable any more (the peers learn it at once over shm and tcp, over gloo by their own
+timeout); if the result is being written, the wait ends with it. A store that torchrun's restarts hand out again does no harm.
 """
 
 from __future__ import annotations
@@ -433,18 +435,25 @@ def _meet(store: Any, rank: int, size: int, value: str, timeout: timedelta) -> t
 
 
 def _exchange(store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:
-    """Every rank's value. Errors: TransportTimeout naming the ranks that did not come."""
-    store.set(f"{key}/{rank}", value.encode() + b".")
+    """Every rank's value. Errors: TransportTimeout naming the ranks that did not come; TransportError: no store."""
     names = [f"{key}/{r}" for r in range(size)]
     try:
+        store.set(names[rank], value.encode() + b".")
         store.wait(names, timeout)
-    except RuntimeError as error:  # DistStoreError
-        missing = [r for r in range(size) if not store.check([f"{key}/{r}"])]
+        return [bytes(store.get(name))[:-1].decode() for name in names]
+    except RuntimeError as error:  # DistStoreError: too late; DistNetworkError: no store
+        try:
+            missing = [r for r in range(size) if not store.check([names[r]])]
+        except RuntimeError as lost:
+            raise TransportError(
+                f"tbik: making a group, phase '{key}', rank {rank} of {size}: the store cannot be reached any more "
+                f"({str(lost).splitlines()[0]}). The rank that serves it has ended, perhaps at its own limit: look at "
+                "its log"
+            ) from error
         raise TransportTimeout(
             f"tbik: making a group, phase '{key}', rank {rank} of {size}: waited {timeout.total_seconds():.1f} s for "
             f"rank{'s' if len(missing) != 1 else ''} {missing}. Every rank of the group must make it, in the same order"
         ) from error
-    return [bytes(store.get(name))[:-1].decode() for name in names]
 
 
 def _publish(store: Any, key: str, rank: int, value: str | None, timeout: timedelta) -> str:

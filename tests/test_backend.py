@@ -714,6 +714,29 @@ def test_two_level_puts_one_eighth_on_the_network() -> None:
         bytes_per_link("all_reduce", n, world_size=512, node_size=7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter_tensor"])
+def test_two_level_is_chosen_only_where_it_spares_the_network(collective: Any, dtype: torch.dtype) -> None:
+    """Placement auto sends as few bytes between nodes as the better one of two_level and two_shot."""
+    from tbik.backend import bytes_per_link
+
+    flat = 0
+    for node_size in range(2, 10):
+        for nodes in (2, 3, 5):
+            world = node_size * nodes
+
+            def between(placement: str, world: int = world, node_size: int = node_size) -> int:
+                n = 65_536 * world  # every chunk as long as the others
+                rows = bytes_per_link(
+                    collective, n, dtype, world_size=world, node_size=node_size, placement=placement, transport="tcp"
+                )
+                return max(row["between_nodes"] for row in rows)
+
+            assert between("auto") == min(between("two_level"), between("two_shot")), (node_size, nodes)
+            flat += between("auto") != between("two_level")
+    assert (flat > 0) == (dtype == torch.bfloat16 and collective != "all_reduce")
+
+
 def moved_and_predicted(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     """(what, bytes that the sockets took, bytes that the dry run says) for calls of this group."""
     from tbik.backend import bytes_per_link, bytes_sent, group_info
@@ -807,6 +830,72 @@ def test_verify_failed_call_leaves_input_unchanged(transport: str, kind: str) ->
     assert not [name for name in os.listdir("/dev/shm") if "tbik" in name]
 
 
+def input_after_giving_up(group: dist.ProcessGroup, moment: str) -> None:
+    """Rank 0 waits for less time than its peers take, at three moments of a call of many segments."""
+    from tbik.backend import group_info
+
+    rank, world = group.rank(), group.size()
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    mine = dist.new_group(backend="tbik", timeout=timedelta(seconds=5))
+    named = "" if group_info(mine)["transport"] == "gloo" else "rank 0"  # over gloo its peers learn it by their limit
+    dist.all_reduce(torch.ones(3), group=mine)
+    x = values_of(world, 300_000, torch.float32, seed=8)[rank].repeat(1 if moment != "partly written" else 20)
+    before = x.clone()
+    if rank != 0:
+        if moment != "partly written":
+            dist.barrier(group)  # rank 0 has given up before its peers come
+        if moment == "queued":
+            dist.all_reduce(torch.ones(1000), group=mine)
+        with pytest.raises(dist.DistBackendError, match=named):
+            dist.all_reduce(x, group=mine)
+            dist.all_reduce(x, group=mine)
+        assert_bitwise_equal(x, before, f"the input of rank {rank}")
+        return
+    earlier = dist.all_reduce(torch.ones(1000), group=mine, async_op=True) if moment == "queued" else None
+    work = dist.all_reduce(x, group=mine, async_op=True)
+    if moment == "partly written":
+        while x[0] == before[0] and not work.is_completed():
+            pass
+        os.kill(pids[1], signal.SIGSTOP)
+    try:
+        with pytest.raises(dist.DistBackendError, match="not finished after 200 ms.*Its input is unchanged"):
+            work.wait(timedelta(milliseconds=200))
+        assert_bitwise_equal(x, before, "the input of the rank that gave up")
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    if moment != "partly written":
+        dist.barrier(group)
+    if earlier is not None:
+        earlier.wait()  # what was called before is not given up
+    for again in (work.wait, lambda: dist.all_reduce(torch.ones(3), group=mine)):
+        with pytest.raises(dist.DistBackendError, match="given|earlier call"):
+            again()
+    assert_bitwise_equal(x, before, "the input of the rank that gave up, later")
+
+
+@pytest.mark.parametrize("moment", ["not begun", "queued", "partly written"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+def test_verify_wait_that_gives_up_leaves_input_unchanged(transport: str, moment: str) -> None:
+    with Pool(2, timeout=10, backend="tbik", environment=SETTINGS[transport]) as pool:
+        pool.run(input_after_giving_up, 2, moment)
+
+
+def wait_for_a_commit(group: dist.ProcessGroup) -> None:
+    """A wait whose time is up while the result is being written ends with the result."""
+    x = torch.ones(1000, 2000).t()  # written back element by element
+    work = dist.all_reduce(x, group=group, async_op=True)
+    while x[0, 0] == 1 and not work.is_completed():
+        pass
+    assert work.wait(timedelta(milliseconds=1))
+    assert_bitwise_equal(x.contiguous(), torch.full((2000, 1000), float(group.size())), "all_reduce")
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+def test_verify_wait_that_ends_while_the_result_is_written_has_it(four: Pool) -> None:
+    four.run(wait_for_a_commit, 2)
+
+
 def in_a_fork(group: dist.ProcessGroup) -> str:
     read, write = os.pipe()
     pid = os.fork()
@@ -828,21 +917,12 @@ def test_a_forked_child_may_not_use_the_group(four: Pool) -> None:
 
 
 def reuse(group: dist.ProcessGroup) -> None:
-    """Many groups made and destroyed; a short wait of one work; abort."""
+    """Many groups made and destroyed; abort."""
     for _ in range(3):
         g = dist.new_group(backend="tbik")
         dist.all_reduce(torch.ones(3), group=g)
         dist.destroy_process_group(g)
     g = dist.new_group(backend="tbik")
-    if group.rank() == 0:
-        work = dist.all_reduce(torch.ones(3), group=g, async_op=True)
-        with pytest.raises(dist.DistBackendError, match="not finished after 200 ms"):
-            work.wait(timedelta(milliseconds=200))
-    dist.barrier(group)
-    if group.rank() != 0:
-        dist.all_reduce(torch.ones(3), group=g)
-    else:
-        work.wait()
     dist.barrier(group)
     if group.rank() == 0:
         g._get_backend(torch.device("cpu")).abort()

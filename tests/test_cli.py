@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -169,8 +170,10 @@ def test_verify_doctor_names_the_rank_that_does_not_come() -> None:
     ]
     results = [process.communicate(timeout=150) for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2], results
-    for _, errors in results:
-        assert "waited 5.0 s for rank [1]" in errors and "Traceback" not in errors, errors
+    assert "waited 5.0 s for rank [1]" in results[0][1], results
+    # the store ends with rank 0, whose limit may be over first
+    assert re.search(r"waited 5.0 s for rank \[1\]|the store cannot be reached", results[1][1]), results
+    assert not any("Traceback" in errors for _, errors in results), results
 
 
 @pytest.mark.multiprocess

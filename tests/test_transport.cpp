@@ -2,7 +2,8 @@
 // sanitizers) and as forked processes (for faults). Run by tests/test_transport.py, which builds it three times: plain,
 // thread and address sanitizer. Every failure prints a line and ends the program with status 1.
 //
-//   test_transport bits [seed]      every placement, op and element type against a recursive fold, over every transport
+//   test_transport bits [seed] [n]  every placement against a recursive fold, over every transport; one in n of all
+//                                   pairs of op and element type over shared memory, one in 4n over the others
 //   test_transport processes        attach by token in forked ranks; no name in /dev/shm, no file left open
 //   test_transport faults N [seed] [shm|tcp|tcp+shm]
 //                                   N times each of SIGKILL, SIGSTOP, missing participant, mismatched count
@@ -317,7 +318,7 @@ Request request_of(const Case& c, int rank, void* in, void* out) {
   return request;
 }
 
-void check_bits(uint64_t seed, Wires wires) {
+void check_bits(uint64_t seed, uint64_t one_in, Wires wires) {
   std::mt19937_64 random(seed);
   const Element elements[] = {Element::kFloat32, Element::kFloat64, Element::kBFloat16, Element::kInt32,
                               Element::kInt8,    Element::kUInt8,   Element::kInt16,    Element::kInt64};
@@ -330,7 +331,7 @@ void check_bits(uint64_t seed, Wires wires) {
     for (Element element : elements) {
       for (Op op : ops) {
         if (!refusal_of(op, element).empty()) continue;
-        if (wires != Wires::kShm && random() % 4 != 0) continue;
+        if (random() % (wires == Wires::kShm ? one_in : 4 * one_in) != 0) continue;
         for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{5}, int64_t{1000}, int64_t(random() % 4000)}) {
           cases.push_back({element, op, count, random() % 2 == 0});
         }
@@ -642,7 +643,8 @@ int main(int argc, char** argv) {
   try {
     if (mode == "bits") {
       for (Wires wires : {Wires::kShm, Wires::kTcp, Wires::kBoth}) {
-        check_bits(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1, wires);
+        check_bits(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1,
+                   argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1, wires);
       }
     } else if (mode == "processes") {
       check_fork();
@@ -653,7 +655,7 @@ int main(int argc, char** argv) {
         check_faults(argc > 2 ? std::atoi(argv[2]) : 5, wires, argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);
       }
     } else {
-      std::fprintf(stderr, "usage: test_transport bits [seed] | processes | faults N [seed] [transport]\n");
+      std::fprintf(stderr, "usage: test_transport bits [seed] [n] | processes | faults N [seed] [transport]\n");
       return 2;
     }
   } catch (const std::exception& error) {

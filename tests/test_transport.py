@@ -54,7 +54,7 @@ def run(variant: str, *arguments: str, timeout: float = 240) -> str:
 
 
 def test_verify_placements_equal_a_recursive_fold() -> None:
-    assert run("plain", "bits", "1").count("results equal") == 3
+    assert run("plain", "bits", "1", "2").count("results equal") == 3
 
 
 def test_verify_processes_attach_and_leave_nothing_behind() -> None:
@@ -70,5 +70,5 @@ def test_verify_faults_end_in_time_and_name_the_rank() -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("variant", ["thread", "address"])
 def test_verify_sanitizers_find_nothing(variant: str) -> None:
-    run(variant, "bits", "2", timeout=280)
+    run(variant, "bits", "2", "12", timeout=280)
     run(variant, "processes")
