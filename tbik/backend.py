@@ -31,7 +31,8 @@ DistBackendError (a peer is gone, too late, or made another call or refused this
 operator, device: at once on the rank that asks). A call that torch itself or gloo refuses on one rank only leaves the
 others to the group's timeout. A wait of an asynchronous call that ends first gives the call up: DistBackendError, its
 input as it was, the group not usable any more (the peers learn it at once over shm and tcp, over gloo by their own
-timeout); if the result is being written, the wait ends with it. A store that torchrun's restarts hand out again does no harm.
+timeout); if the result is being written, the wait ends with it. A store that torchrun's
+restarts hand out again does no harm.
 """
 
 from __future__ import annotations

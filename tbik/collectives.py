@@ -21,8 +21,8 @@ Errors: PlanError where a call is unsupported or the ranks disagree about it; ra
 (group, plan, runs), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every
 call with TBIK_CHECK=1. Without it, ranks whose messages differ in size in a later call of a known agreement are not
 found before the data moves: gloo ends the process of a rank that is sent more bytes than it expects, and the others
-raise when its connections close. (The "tbik" backend receives into room for the largest message, so its ranks all raise;
-here that would need an all-to-all in every placement and would hold for gloo only, not for any process group.)
+raise when its connections close. (The "tbik" backend receives into room for the largest message, so its ranks all
+raise; here that would need an all-to-all in every placement and would hold for gloo only.)
 TransportTimeout, TransportError where bytes do not arrive; each wait ends after the group's timeout. A call that raises
 leaves the input and `out` unchanged.
 
