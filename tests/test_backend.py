@@ -732,7 +732,8 @@ def test_two_level_is_chosen_only_where_it_spares_the_network(collective: Any, d
                 )
                 return max(row["between_nodes"] for row in rows)
 
-            assert between("auto") == min(between("two_level"), between("two_shot")), (node_size, nodes)
+            best = min(between("two_level"), between("two_shot"))
+            assert between("auto") <= 1.01 * best, (node_size, nodes)  # chunks are whole cache lines
             flat += between("auto") != between("two_level")
     assert (flat > 0) == (dtype == torch.bfloat16 and collective != "all_reduce")
 
