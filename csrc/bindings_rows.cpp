@@ -173,6 +173,45 @@ std::vector<float> weight_of(const at::Tensor& w, int64_t length, at::ScalarType
   return values;
 }
 
+// w and bias of a norm: as they stand if the kernel takes their type and no rounding is asked for, else fp32 copies.
+struct Weights {
+  at::Tensor held_w, held_bias;
+  std::vector<float> w, bias;
+};
+
+Weights norm_weights(NormArgs& args, const at::Tensor& w, const std::optional<at::Tensor>& bias, at::ScalarType compute,
+                     bool one_plus, bool backward, const Loops& loops, const std::string& where) {
+  Weights weights;
+  const auto stands = [&](const at::Tensor& t) {
+    if (t.dim() != 1 || t.size(0) != args.length || !t.is_contiguous() || t.scalar_type() != w.scalar_type()) {
+      return false;
+    }
+    if (t.scalar_type() == at::kFloat) return compute == at::kFloat && !one_plus;
+    return t.scalar_type() == at::kBFloat16 && compute != at::kHalf && !one_plus && !backward;
+  };
+  if (stands(w) && (!bias || stands(*bias))) {
+    require_plain_cpu(w, where + ": w");
+    row_dtype(compute, where + ": compute dtype");
+    weights.held_w = w;
+    args.w = w.const_data_ptr();
+    args.w_dtype = row_dtype(w.scalar_type(), where);
+    if (bias) {
+      require_plain_cpu(*bias, where + ": bias");
+      weights.held_bias = *bias;
+      args.bias = bias->const_data_ptr();
+    }
+    return weights;
+  }
+  weights.w = weight_of(w, args.length, compute, one_plus, loops, where + ": w");
+  args.w = weights.w.data();
+  args.w_dtype = DType::kFloat32;
+  if (bias) {
+    weights.bias = weight_of(*bias, args.length, compute, false, loops, where + ": bias");
+    args.bias = weights.bias.data();
+  }
+  return weights;
+}
+
 template <class Body>
 void over_rows(int64_t rows, int64_t length, int64_t scratch, const Body& body) {
   parallel_for(rows, row_grain(length), [&](int64_t first, int64_t last) {
@@ -205,14 +244,7 @@ at::Tensor row_nodes(const at::Tensor& x, const std::vector<int64_t>& cut, const
   float* data = values.mutable_data_ptr<float>();
   const int64_t length = cut.back() - cut.front();
   over_rows(held.rows, length, length + sum_blocks(length) + 16, [&](int64_t first, int64_t last, float* scratch) {
-    for (int64_t row = first; row < last; ++row) {
-      rows.load_tile(scratch, held.view, row, 1, 1, cut.front(), length);
-      for (int64_t leaf = 0; leaf < leaves; ++leaf) {
-        const size_t l = static_cast<size_t>(leaf);
-        data[leaf * held.rows + row] =
-            rows.row_sum(scratch + cut[l] - cut.front(), cut[l + 1] - cut[l], scratch + length + 16);
-      }
-    }
+    rows.sum_leaves(data, held.view, first, last, held.rows, cut.data(), leaves, scratch);
   });
   std::vector<const void*> inputs;
   for (int64_t leaf = 0; leaf < leaves; ++leaf) inputs.push_back(data + leaf * held.rows);
@@ -259,14 +291,12 @@ std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& x, const std::optional
   const Loops& loops = loops_of(path);
   const Held held = rows_of(x, "norm: x");
   const int64_t length = x.size(-1);
-  const std::vector<float> weight = weight_of(w, length, compute, one_plus, loops, "norm: w");
-  std::vector<float> offset;
-  NormArgs args{length,  static_cast<float>(eps), centered, held.view, {}, {}, weight.data(), nullptr,
-                nullptr, held.view.dtype,         nullptr};
-  if (bias) {
-    offset = weight_of(*bias, length, compute, false, loops, "norm: bias");
-    args.bias = offset.data();
-  }
+  NormArgs args{.length = length,
+                .eps = static_cast<float>(eps),
+                .centered = centered,
+                .x = held.view,
+                .y_dtype = held.view.dtype};
+  const Weights weights = norm_weights(args, w, bias, compute, one_plus, false, loops, "norm");
   Held added;
   at::Tensor sum;
   if (residual) {
@@ -283,24 +313,80 @@ std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& x, const std::optional
   return {y, sum};
 }
 
-at::Tensor norm_dx(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
-                   const std::optional<at::Tensor>& residual, double eps, bool centered, bool one_plus,
-                   at::ScalarType compute, at::ScalarType out_dtype, const std::string& path) {
+struct NormStatistics {
+  std::vector<float> r;
+  std::vector<float> mean;
+};
+
+NormStatistics norm_statistics(const Held& x, int64_t length, double eps, bool centered, const Rows& rows) {
+  NormStatistics s;
+  s.r.resize(static_cast<size_t>(x.rows));
+  if (centered) s.mean.resize(s.r.size());
+  const NormArgs args{.length = length, .eps = static_cast<float>(eps), .centered = centered, .x = x.view};
+  over_rows(x.rows, length, norm_scratch(length), [&](int64_t first, int64_t last, float* scratch) {
+    rows.norm_statistics(args, first, last, s.r.data(), s.mean.data(), scratch);
+  });
+  return s;
+}
+
+at::Tensor dx_of(const Held& held, const Held& upstream, const at::Tensor& w, const std::optional<at::Tensor>& residual,
+                 double eps, bool centered, bool one_plus, at::ScalarType compute, at::ScalarType out_dtype,
+                 const NormStatistics* s, const std::string& path) {
   const Rows& rows = find_rows(path);
-  const Held held = rows_of(x, "norm_dx: x");
-  const Held upstream = beside(dy, x, "norm_dx: dy");
-  const int64_t length = x.size(-1);
-  const std::vector<float> weight = weight_of(w, length, compute, one_plus, loops_of(path), "norm_dx: w");
+  const int64_t length = held.tensor.size(-1);
   Held added;
-  if (residual) added = beside(*residual, x, "norm_dx: residual");
-  at::Tensor dx = like(x, out_dtype);
-  const NormArgs args{
-      length,        static_cast<float>(eps), centered, held.view,     added.view,
-      upstream.view, weight.data(),           nullptr,  dx.data_ptr(), row_dtype(out_dtype, "norm_dx: out_dtype"),
-      nullptr};
+  if (residual) added = beside(*residual, held.tensor, "norm_dx: residual");
+  at::Tensor dx = like(held.tensor, out_dtype);
+  NormArgs args{.length = length,
+                .eps = static_cast<float>(eps),
+                .centered = centered,
+                .x = held.view,
+                .residual = added.view,
+                .dy = upstream.view,
+                .y = dx.data_ptr(),
+                .y_dtype = row_dtype(out_dtype, "norm_dx: out_dtype"),
+                .stored_r = s != nullptr ? s->r.data() : nullptr,
+                .stored_mean = s != nullptr && centered ? s->mean.data() : nullptr};
+  const Weights weights = norm_weights(args, w, {}, compute, one_plus, true, loops_of(path), "norm_dx");
   over_rows(held.rows, length, norm_scratch(length),
             [&](int64_t first, int64_t last, float* scratch) { rows.norm_backward(args, first, last, scratch); });
   return dx;
+}
+
+at::Tensor norm_dx(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
+                   const std::optional<at::Tensor>& residual, double eps, bool centered, bool one_plus,
+                   at::ScalarType compute, at::ScalarType out_dtype, const std::string& path) {
+  const Held held = rows_of(x, "norm_dx: x");
+  const Held upstream = beside(dy, x, "norm_dx: dy");
+  return dx_of(held, upstream, w, residual, eps, centered, one_plus, compute, out_dtype, nullptr, path);
+}
+
+// The chains of dw (with statistics) and of dbias (with_ones) over one reading of dy.
+std::tuple<at::Tensor, at::Tensor> leaves_of(const Held& upstream, const Held& held, const NormStatistics* s,
+                                             bool with_ones, int64_t heads, const std::vector<int64_t>& cut,
+                                             const Rows& rows) {
+  const int64_t length = upstream.tensor.size(-1);
+  const int64_t chains = static_cast<int64_t>(cut.size()) - 1;
+  if (heads < 1 || upstream.rows % heads != 0 || cut.empty() || !std::is_sorted(cut.begin(), cut.end()) ||
+      cut.front() < 0 || cut.back() > upstream.rows / heads) {
+    refuse("column_leaves: expected heads that divide the rows and ascending cuts within the tokens");
+  }
+  at::Tensor leaves;
+  at::Tensor ones;
+  if (s != nullptr) leaves = at::empty({chains, heads * length}, at::kFloat);
+  if (with_ones) ones = at::empty({chains, heads * length}, at::kFloat);
+  const ColumnChains args{.length = length,
+                          .heads = heads,
+                          .dy = upstream.view,
+                          .x = held.view,
+                          .r = s != nullptr ? s->r.data() : nullptr,
+                          .mean = s != nullptr && !s->mean.empty() ? s->mean.data() : nullptr,
+                          .cuts = cut.data(),
+                          .leaves = s != nullptr ? leaves.mutable_data_ptr<float>() : nullptr,
+                          .ones = with_ones ? ones.mutable_data_ptr<float>() : nullptr};
+  parallel_for(column_chain_tasks(args, chains), 1,
+               [&](int64_t first, int64_t last) { column_chains(args, first, last, rows); });
+  return {leaves, ones};
 }
 
 // dy [..., H, K]: fp32 [chains, H * K], chain c over the tokens [cuts[c], cuts[c + 1]). x: b_k = normalised x, else 1.
@@ -308,33 +394,33 @@ at::Tensor column_leaves(const at::Tensor& dy, const std::optional<at::Tensor>& 
                          bool centered, const std::vector<int64_t>& cut, const std::string& path) {
   const Rows& rows = find_rows(path);
   const Held upstream = rows_of(dy, "column_leaves: dy");
-  const int64_t length = dy.size(-1);
-  const int64_t chains = static_cast<int64_t>(cut.size()) - 1;
-  if (heads < 1 || upstream.rows % heads != 0 || cut.empty() || !std::is_sorted(cut.begin(), cut.end()) ||
-      cut.front() < 0 || cut.back() > upstream.rows / heads) {
-    refuse("column_leaves: expected heads that divide the rows and ascending cuts within the tokens");
+  if (!x) return std::get<1>(leaves_of(upstream, {}, nullptr, true, heads, cut, rows));
+  const Held held = beside(*x, dy, "column_leaves: x");
+  const NormStatistics s = norm_statistics(held, dy.size(-1), eps, centered, rows);
+  return std::get<0>(leaves_of(upstream, held, &s, false, heads, cut, rows));
+}
+
+// (dx, leaves of dw, leaves of dbias) as norm_dx and column_leaves give them, from one set of statistics; what is not
+// wanted is None. cut: empty where neither dw nor dbias is wanted.
+std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>> norm_gradients(
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& residual,
+    double eps, bool centered, bool one_plus, at::ScalarType compute, at::ScalarType out_dtype, bool with_dx,
+    bool with_dw, bool with_dbias, int64_t heads, const std::vector<int64_t>& cut, const std::string& path) {
+  const Rows& rows = find_rows(path);
+  const Held held = rows_of(x, "norm_gradients: x");
+  const Held upstream = beside(dy, x, "norm_gradients: dy");
+  std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>> result;
+  NormStatistics s;
+  if (with_dx || with_dw) s = norm_statistics(held, x.size(-1), eps, centered, rows);
+  if (with_dx) {
+    std::get<0>(result) = dx_of(held, upstream, w, residual, eps, centered, one_plus, compute, out_dtype, &s, path);
   }
-  Held held;
-  std::vector<float> r;
-  std::vector<float> mean;
-  if (x) {
-    held = beside(*x, dy, "column_leaves: x");
-    r.resize(static_cast<size_t>(held.rows));
-    if (centered) mean.resize(r.size());
-    const NormArgs args{length,  static_cast<float>(eps), centered, held.view, {}, {}, nullptr, nullptr,
-                        nullptr, DType::kFloat32,         nullptr};
-    over_rows(held.rows, length, norm_scratch(length), [&](int64_t first, int64_t last, float* scratch) {
-      rows.norm_statistics(args, first, last, r.data(), mean.data(), scratch);
-    });
+  if (with_dw || with_dbias) {
+    auto [leaves, ones] = leaves_of(upstream, held, with_dw ? &s : nullptr, with_dbias, heads, cut, rows);
+    if (with_dw) std::get<1>(result) = leaves;
+    if (with_dbias) std::get<2>(result) = ones;
   }
-  at::Tensor leaves = at::empty({chains, heads * length}, at::kFloat);
-  const ColumnChains args{length,        heads,
-                          upstream.view, held.view,
-                          r.data(),      centered && x ? mean.data() : nullptr,
-                          cut.data(),    leaves.mutable_data_ptr<float>()};
-  parallel_for(column_chain_tasks(args, chains), 1,
-               [&](int64_t first, int64_t last) { column_chains(args, first, last, rows); });
-  return leaves;
+  return result;
 }
 
 // --- activations ----------------------------------------------------------------------------------------------------
@@ -408,18 +494,8 @@ at::Tensor rope(const at::Tensor& x, const at::Tensor& sine, const at::Tensor& c
   const Held s = rows_of(sine.expand(lead), "rope: sin");
   const Held c = rows_of(cosine.expand(lead), "rope: cos");
   at::Tensor y = like(x, out_dtype);
-  const bool adjacent = heads == 1 || held.tensor.stride(-2) == dim;
-  const RopeArgs args{heads,
-                      dim,
-                      2 * half,
-                      interleaved,
-                      backward,
-                      adjacent,
-                      held.view,
-                      s.view,
-                      c.view,
-                      y.data_ptr(),
-                      row_dtype(out_dtype, "rope: out_dtype")};
+  const RopeArgs args{heads,     dim,    2 * half, interleaved,  backward,
+                      held.view, s.view, c.view,   y.data_ptr(), row_dtype(out_dtype, "rope: out_dtype")};
   over_rows(s.rows, heads * dim, rope_scratch(args),
             [&](int64_t first, int64_t last, float* scratch) { rows.rope(args, first, last, scratch); });
   return y;
@@ -557,16 +633,8 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& w, int64_t first_r
   shape.push_back(length);
   at::Tensor y = at::empty(shape, at::TensorOptions().dtype(out_dtype));
   char* data = static_cast<char*>(y.data_ptr());
-  over_rows(dense.numel(), length, length, [&](int64_t first, int64_t last, float* scratch) {
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t row = id[t] - first_row;
-      if (row >= 0 && row < held.rows) {
-        rows.load_tile(scratch, held.view, row, 1, 1, 0, length);
-      } else {
-        std::fill(scratch, scratch + length, -0.0f);
-      }
-      rows.store(data + t * length * size_of(out), out, scratch, length);
-    }
+  over_rows(dense.numel(), length, 0, [&](int64_t first, int64_t last, float*) {
+    rows.look_up(data, out, held.view, held.rows, length, id, first_row, first, last);
   });
   return y;
 }
@@ -675,6 +743,10 @@ void bind_rows(py::module_& m) {
   m.def("norm_dx", norm_dx, py::arg("dy"), py::arg("x"), py::arg("w"), py::arg("residual"), py::arg("eps"),
         py::arg("centered"), py::arg("one_plus"), py::arg("compute"), py::arg("out_dtype"), py::arg("path") = "",
         Release());
+  m.def("norm_gradients", norm_gradients, py::arg("dy"), py::arg("x"), py::arg("w"), py::arg("residual"),
+        py::arg("eps"), py::arg("centered"), py::arg("one_plus"), py::arg("compute"), py::arg("out_dtype"),
+        py::arg("with_dx"), py::arg("with_dw"), py::arg("with_dbias"), py::arg("heads"), py::arg("cuts"),
+        py::arg("path") = "", Release());
   m.def("column_leaves", column_leaves, py::arg("dy"), py::arg("x"), py::arg("heads"), py::arg("eps"),
         py::arg("centered"), py::arg("cuts"), py::arg("path") = "", Release());
   m.def("activation", activation, py::arg("gate"), py::arg("up"), py::arg("kind"), py::arg("path") = "", Release());

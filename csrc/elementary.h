@@ -8,6 +8,10 @@
 // because every operation is one IEEE operation, never fused (A5), with gradual underflow (A3; csrc/fpmode.h).
 // Guarantee: deterministic, element-wise; bits equal to tbik/reference.py (tests/test_rows.py).
 
+#ifndef TBIK_INLINE
+#define TBIK_INLINE inline __attribute__((always_inline))
+#endif
+
 namespace {
 namespace elementary {
 
@@ -28,25 +32,46 @@ constexpr double kPi2Low = 0x1.0b4611a626331p-34;
 // 2^n for n in -126..127.
 inline float power_of_two(int32_t n) { return as_f32(static_cast<uint32_t>(n + 127) << 23); }
 
-// C1 for t within [kExpLowest, kExpHighest].
-inline float exp_within(float t) {
-  const float n = __builtin_floorf(t * kLog2E + 0.5f);
-  const float high = t - n * kLn2High;
-  const float low = n * kLn2Low;
-  const float r = high - low;
-  const float c = (high - r) - low;
-  const float h = 1.0f + r;
-  const float d = r - (h - 1.0f);
-  float p = 0x1.9df7a8p-13f;
-  p = p * r + 0x1.6d4ccep-10f;
+// The operations that have no operator. csrc/four.h has them for four registers at once; a template over F below is one
+// formula for both.
+inline float floor_of(float x) { return __builtin_floorf(x); }
+inline float minus_magnitude(float x) { return as_f32(bits(x) | 0x80000000u); }
+inline float where_negative(float x, float yes, float no) { return static_cast<int32_t>(bits(x)) < 0 ? yes : no; }
+// y 2^n where that is a normal number, so that it is exact.
+inline float times_power_of_two(float y, float n) {
+  return as_f32(bits(y) + (static_cast<uint32_t>(static_cast<int32_t>(n)) << 23));
+}
+
+// C1 but for the scaling: exp(t) = y 2^n.
+template <class F>
+struct Scaled {
+  F y;
+  F n;
+};
+
+template <class F>
+TBIK_INLINE Scaled<F> exp_scaled(F t) {
+  const F n = floor_of(t * kLog2E + 0.5f);
+  const F high = t - n * kLn2High;
+  const F low = n * kLn2Low;
+  const F r = high - low;
+  const F c = (high - r) - low;
+  const F h = 1.0f + r;
+  const F d = r - (h - 1.0f);
+  F p = r * 0x1.9df7a8p-13f + 0x1.6d4ccep-10f;
   p = p * r + 0x1.11131p-7f;
   p = p * r + 0x1.5554e8p-5f;
   p = p * r + 0x1.555554p-3f;
   p = p * r + 0x1p-1f;
-  const float y = h + (d + (c + (r * r) * p));
-  const int32_t k = static_cast<int32_t>(n);
+  return {h + (d + (c + (r * r) * p)), n};
+}
+
+// C1 for t within [kExpLowest, kExpHighest].
+inline float exp_within(float t) {
+  const Scaled<float> e = exp_scaled(t);
+  const int32_t k = static_cast<int32_t>(e.n);
   const int32_t i = k >> 1;
-  return (y * power_of_two(i)) * power_of_two(k - i);
+  return (e.y * power_of_two(i)) * power_of_two(k - i);
 }
 
 // C1. A comparison with NaN is false, so NaN becomes a bound here and NaN again at the end; in this form each bound is
@@ -93,6 +118,19 @@ inline float sigmoid_of_number(float x) {
   return q - q * c;
 }
 
+// The same bits for |x| <= kNear, where e is normal, in fewer operations. -0 takes the other side; e is 1 there.
+constexpr float kNear = 87.0f;
+
+template <class F>
+TBIK_INLINE F sigmoid_near(F x) {
+  const Scaled<F> s = exp_scaled(minus_magnitude(x));
+  const F e = times_power_of_two(s.y, s.n);
+  const F d = 1.0f + e;
+  const F c = e - (d - 1.0f);
+  const F q = where_negative(x, e, 1.0f) / d;
+  return q - q * c;
+}
+
 inline float sigmoid(float x) {
   const float y = sigmoid_of_number(x);
   return x == x ? y : kNan;
@@ -116,29 +154,54 @@ inline float tanh(float x) {
 }
 
 // C7. The square is capped where the result no longer depends on it, so that no finite x meets 0 * Inf.
+template <class F>
 struct Activation {
-  float sigmoid;
-  float value;  // before NaN is made canonical
-  float slope;
+  F value;  // before NaN is made canonical
+  F slope;
 };
 
-inline Activation silu_with_slope(float x) {
-  const float s = sigmoid_of_number(x);
-  const float a = x * s;
-  return {s, a, s + a * (1.0f - s)};
+template <class F>
+TBIK_INLINE Activation<F> silu_of(F x, F s) {
+  const F a = x * s;
+  return {a, s + a * (1.0f - s)};
+}
+
+inline Activation<float> silu_with_slope(float x) { return silu_of(x, sigmoid_of_number(x)); }
+
+// |x| <= kNear.
+template <class F>
+TBIK_INLINE Activation<F> silu_near(F x) {
+  return silu_of(x, sigmoid_near(x));
 }
 
 constexpr float kGeluTwice = 0x1.988454p+0f;
 constexpr float kGeluCubic = 0x1.6e4e26p-5f;
 constexpr float kGeluSlope = 0x1.b6676cp-3f;
 constexpr float kGeluCap = 0x1p+14f;
+constexpr float kGeluNear = 9.0f;  // the argument of the sigmoid stays below kNear: 67
 
-inline Activation gelu_with_slope(float x) {
+template <class F>
+TBIK_INLINE F gelu_argument(F x, F z) {
+  return kGeluTwice * (x + kGeluCubic * (x * z));
+}
+
+template <class F>
+TBIK_INLINE Activation<F> gelu_of(F x, F z, F s) {
+  const F a = x * s;
+  return {a, s + (a * (1.0f - s)) * (kGeluTwice + kGeluSlope * z)};
+}
+
+inline Activation<float> gelu_with_slope(float x) {
   const float square = x * x;
   const float z = square > kGeluCap ? kGeluCap : square;
-  const float s = sigmoid_of_number(kGeluTwice * (x + kGeluCubic * (x * z)));
-  const float a = x * s;
-  return {s, a, s + (a * (1.0f - s)) * (kGeluTwice + kGeluSlope * z)};
+  return gelu_of(x, z, sigmoid_of_number(gelu_argument(x, z)));
+}
+
+// |x| <= kGeluNear.
+template <class F>
+TBIK_INLINE Activation<F> gelu_near(F x) {
+  const F z = x * x;
+  return gelu_of(x, z, sigmoid_near(gelu_argument(x, z)));
 }
 
 inline float gelu(float x) { return canonical(gelu_with_slope(x).value); }

@@ -11,6 +11,8 @@
 namespace {
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
+typedef int32_t IVec __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t UVec __attribute__((vector_size(kWidth * 4)));
 constexpr int kLanes = 16;
 constexpr int kVecs = kLanes / kWidth;
 constexpr int64_t kRowBlock = 512;
@@ -21,17 +23,39 @@ inline Vec load_vec(const float* p) {
   return v;
 }
 
-// The terms of a sum of one or two rows. A term of two zeros must be +0 (the padding of a last group of 16).
+inline __attribute__((always_inline)) Vec widen_vec(const float* p) { return load_vec(p); }
+inline __attribute__((always_inline)) Vec widen_vec(const Bf16* p) {
+  typedef uint16_t Half __attribute__((vector_size(kWidth * 2)));
+  Half h;
+  __builtin_memcpy(&h, p, sizeof(h));
+  return reinterpret_cast<Vec>(__builtin_convertvector(h, UVec) << 16);
+}
+
+// The terms of a sum of one or two rows.
 struct Single {
   template <class T>
-  static T of(T a, T) {
+  __attribute__((always_inline)) T of(T a, T) const {
     return a;
   }
 };
 struct Product {
   template <class T>
-  static T of(T a, T b) {
+  __attribute__((always_inline)) T of(T a, T b) const {
     return a * b;
+  }
+};
+struct Square {
+  template <class T>
+  __attribute__((always_inline)) T of(T a, T) const {
+    return a * a;
+  }
+};
+struct CentredSquare {
+  float mean;
+  template <class T>
+  __attribute__((always_inline)) T of(T a, T) const {
+    const T d = a - mean;
+    return d * d;
   }
 };
 
@@ -49,8 +73,8 @@ inline float fold_lanes(const Vec* acc) {
 }
 
 // B whole blocks side by side, so that one addition need not wait for the last.
-template <int B, class Term>
-inline void sum_whole_blocks(const float* a, const float* b, float* sums) {
+template <int B, class Term, class T>
+inline void sum_whole_blocks(const T* a, const T* b, float* sums, Term term = Term{}) {
   Vec acc[B][kVecs];
 #pragma GCC unroll 8
   for (int s = 0; s < B; ++s) {
@@ -63,7 +87,7 @@ inline void sum_whole_blocks(const float* a, const float* b, float* sums) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
         const int64_t at = s * kRowBlock + i + v * kWidth;
-        acc[s][v] = acc[s][v] + Term::of(load_vec(a + at), load_vec(b + at));
+        acc[s][v] = acc[s][v] + term.of(widen_vec(a + at), widen_vec(b + at));
       }
     }
   }
@@ -72,8 +96,8 @@ inline void sum_whole_blocks(const float* a, const float* b, float* sums) {
 }
 
 // One block of n <= 512 elements.
-template <class Term>
-inline float sum_block(const float* a, const float* b, int64_t n) {
+template <class Term, class T>
+inline float sum_block(const T* a, const T* b, int64_t n, Term term = Term{}) {
   Vec acc[kVecs];
 #pragma GCC unroll 4
   for (int v = 0; v < kVecs; ++v) acc[v] = Vec{};
@@ -81,37 +105,31 @@ inline float sum_block(const float* a, const float* b, int64_t n) {
   for (; i + kLanes <= n; i += kLanes) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      acc[v] = acc[v] + Term::of(load_vec(a + i + v * kWidth), load_vec(b + i + v * kWidth));
+      acc[v] = acc[v] + term.of(widen_vec(a + i + v * kWidth), widen_vec(b + i + v * kWidth));
     }
   }
   if (i < n) {
     // A lane without an element adds +0, which changes nothing: it starts at +0 and never becomes -0.
-    float tail_a[kLanes] = {};
-    float tail_b[kLanes] = {};
-    for (int64_t j = 0; i + j < n; ++j) {
-      tail_a[j] = a[i + j];
-      tail_b[j] = b[i + j];
-    }
+    float terms[kLanes] = {};
+    for (int64_t j = 0; i + j < n; ++j) terms[j] = term.of(widen(a[i + j]), widen(b[i + j]));
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      acc[v] = acc[v] + Term::of(load_vec(tail_a + v * kWidth), load_vec(tail_b + v * kWidth));
-    }
+    for (int v = 0; v < kVecs; ++v) acc[v] = acc[v] + load_vec(terms + v * kWidth);
   }
   return fold_lanes(acc);
 }
 
 // `sums`: memory for ceil(n / 512) block sums. b: a second row, or a again where the term has one factor.
-template <class Term>
-inline float row_sum(const float* a, const float* b, int64_t n, float* sums) {
-  if (n <= kRowBlock) return sum_block<Term>(a, b, n);
+template <class Term, class T>
+inline float row_sum(const T* a, const T* b, int64_t n, float* sums, Term term = Term{}) {
+  if (n <= kRowBlock) return sum_block(a, b, n, term);
   int64_t block = 0;
   int64_t i = 0;
-  constexpr int kTogether = kVecs == 1 ? 4 : 4 / (kVecs > 2 ? 2 : 1);
+  constexpr int kTogether = 4;
   for (; i + kTogether * kRowBlock <= n; i += kTogether * kRowBlock, block += kTogether) {
-    sum_whole_blocks<kTogether, Term>(a + i, b + i, sums + block);
+    sum_whole_blocks<kTogether>(a + i, b + i, sums + block, term);
   }
-  for (; i + kRowBlock <= n; i += kRowBlock) sum_whole_blocks<1, Term>(a + i, b + i, sums + block++);
-  if (i < n) sums[block++] = sum_block<Term>(a + i, b + i, n - i);
+  for (; i + kRowBlock <= n; i += kRowBlock) sum_whole_blocks<1>(a + i, b + i, sums + block++, term);
+  if (i < n) sums[block++] = sum_block(a + i, b + i, n - i, term);
   return fold_canonical(sums, block);
 }
 

@@ -42,27 +42,32 @@ int64_t column_chain_tasks(const ColumnChains& args, int64_t chains) { return ch
 void column_chains(const ColumnChains& args, int64_t first, int64_t last, const Rows& rows) {
   const FpIeeeScope ieee;
   std::vector<float> a(static_cast<size_t>(kTileTokens * kTileColumns));
-  std::vector<float> b(args.x.data != nullptr ? a.size() : 0);
-  float* factor = args.x.data != nullptr ? b.data() : nullptr;
+  std::vector<float> b(args.leaves != nullptr ? a.size() : 0);
   for (int64_t task = first; task < last; ++task) {
     const int64_t column = task % strips(args) * kTileColumns;
     const int64_t head = task / strips(args) % args.heads;
     const int64_t chain = task / strips(args) / args.heads;
     const int64_t width = std::min(kTileColumns, args.length - column);
-    float* acc = args.leaves + (chain * args.heads + head) * args.length + column;
-    std::fill(acc, acc + width, 0.0f);
+    const int64_t at = (chain * args.heads + head) * args.length + column;
+    float* leaf = args.leaves != nullptr ? args.leaves + at : nullptr;
+    float* ones = args.ones != nullptr ? args.ones + at : nullptr;
+    if (leaf != nullptr) std::fill(leaf, leaf + width, 0.0f);
+    if (ones != nullptr) std::fill(ones, ones + width, 0.0f);
     for (int64_t token = args.cuts[chain]; token < args.cuts[chain + 1]; token += kTileTokens) {
       const int64_t count = std::min(kTileTokens, args.cuts[chain + 1] - token);
       const int64_t row = token * args.heads + head;
       rows.load_tile(a.data(), args.dy, row, args.heads, count, column, width);
-      if (factor != nullptr) {
-        rows.load_tile(factor, args.x, row, args.heads, count, column, width);
-        rows.scale_tile(factor, args.r, args.mean, row, args.heads, count, width);
+      if (leaf != nullptr) {
+        rows.load_tile(b.data(), args.x, row, args.heads, count, column, width);
+        rows.scale_tile(b.data(), args.r, args.mean, row, args.heads, count, width);
       }
       const FpFlushScope flush(rows.hardware_flush);
-      rows.chain_columns(acc, a.data(), factor, count, width);
+      if (leaf != nullptr) rows.chain_columns(leaf, a.data(), b.data(), count, width);
+      if (ones != nullptr) rows.chain_columns(ones, a.data(), nullptr, count, width);
     }
-    for (int64_t j = 0; j < width; ++j) acc[j] = acc[j] + 0.0f;
+    for (float* acc : {leaf, ones}) {
+      for (int64_t j = 0; acc != nullptr && j < width; ++j) acc[j] = acc[j] + 0.0f;
+    }
   }
 }
 

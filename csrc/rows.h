@@ -38,11 +38,14 @@ struct NormArgs {
   RowsView x;
   RowsView residual;  // forward: added to x; backward: the gradient of that sum, added to dx
   RowsView dy;        // backward only
-  const float* w;     // fp32 [K]
-  const float* bias;  // fp32 [K] or null
+  const void* w;      // [K] in w_dtype
+  const void* bias;   // alike, or null
+  DType w_dtype;      // fp32; forward also bf16
   void* y;            // forward: y; backward: dx
   DType y_dtype;
-  void* sum;  // forward with residual: x + residual, in the dtype of x
+  void* sum;                 // forward with residual: x + residual, in the dtype of x
+  const float* stored_r;     // backward: of every row, or null
+  const float* stored_mean;  // with stored_r, if centered
 };
 
 enum class Activation : uint8_t { kSilu, kGelu };
@@ -67,7 +70,6 @@ struct RopeArgs {
   int64_t rotary;
   bool interleaved;
   bool backward;  // sin negated
-  bool adjacent;  // the heads of a token lie side by side in x
   RowsView x;
   RowsView sin;
   RowsView cos;
@@ -127,6 +129,13 @@ struct Rows {
   // tile[i][j] = (tile[i][j] - mean[row + i * step]) * r[...]; mean may be null.
   void (*scale_tile)(float* tile, const float* r, const float* mean, int64_t row, int64_t step, int64_t count,
                      int64_t width);
+  // values[leaf * stride + row] = sum of the elements [cuts[leaf], cuts[leaf + 1]) of a row; rows [first, last).
+  // `scratch`: cuts[leaves] - cuts[0] + sum_blocks(...) + 16 floats.
+  void (*sum_leaves)(float* values, const RowsView& x, int64_t first, int64_t last, int64_t stride, const int64_t* cuts,
+                     int64_t leaves, float* scratch);
+  // y[t] = (to) w[id[t] - first_row], -0 outside of w's rows; tokens [first, last).
+  void (*look_up)(void* y, DType to, const RowsView& w, int64_t num_rows, int64_t length, const int64_t* id,
+                  int64_t first_row, int64_t first, int64_t last);
   // acc[j] = fma(a[i][j], b[i][j], acc[j]) for i ascending; b null: b = 1. The mode is the caller's business.
   void (*chain_columns)(float* acc, const float* a, const float* b, int64_t count, int64_t width);
   // dst = (to) x, NaN canonical.
@@ -136,19 +145,20 @@ struct Rows {
 };
 
 constexpr int64_t norm_scratch(int64_t length) { return 3 * (length + 16) + sum_blocks(length) + 16; }
-constexpr int64_t rope_scratch(const RopeArgs& args) { return 2 * (args.dim > 2048 ? args.dim : 2048) + args.rotary; }
+constexpr int64_t rope_scratch(const RopeArgs& args) { return 2 * args.dim + args.rotary; }
 
-// The chains of a parameter gradient (ORDER.md S1): chain c adds the tokens [cuts[c], cuts[c + 1]) of
-// dy[t, j] * b[t, j], b = normalised x or 1. leaves: [chains][heads * K], finished by + (+0.0).
+// The chains of parameter gradients (ORDER.md S1): chain c adds the tokens [cuts[c], cuts[c + 1]) of
+// dy[t, j] * b[t, j], b = normalised x or 1. Results: [chains][heads * K], finished by + (+0.0).
 struct ColumnChains {
   int64_t length;  // K
   int64_t heads;   // row (token, head) is row token * heads + head
   RowsView dy;
-  RowsView x;         // data null: b = 1
+  RowsView x;         // with leaves
   const float* r;     // of every row, with x
   const float* mean;  // or null
   const int64_t* cuts;
-  float* leaves;
+  float* leaves;  // of dy * x; null: not wanted
+  float* ones;    // alike, of dy * 1; null: not wanted
 };
 // Tasks [first, last) of column_chain_tasks(args, chains).
 int64_t column_chain_tasks(const ColumnChains& args, int64_t chains);

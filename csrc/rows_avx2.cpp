@@ -5,6 +5,7 @@
 #include "rows.h"
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -24,6 +25,17 @@ constexpr int kWidth = 8;
 namespace {
 // One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only chain_columns may use it.
 inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+inline __attribute__((always_inline)) __m256 floor_vec(__m256 x) { return _mm256_floor_ps(x); }
+
+// dst[0, 16) = the high halves of the lanes of a, then of b.
+template <class U>
+inline __attribute__((always_inline)) void store_high_halves(void* dst, U a, U b) {
+  const __m256i low = _mm256_srli_epi32(reinterpret_cast<__m256i>(a), 16);
+  const __m256i high = _mm256_srli_epi32(reinterpret_cast<__m256i>(b), 16);
+  const __m256i lanes = _mm256_packus_epi32(low, high);  // a and b by turns, in quarters
+  _mm256_storeu_si256(static_cast<__m256i*>(dst), _mm256_permute4x64_epi64(lanes, 0xd8));
+}
 }  // namespace
 
 #include "rows_loops.h"

@@ -5,6 +5,7 @@
 #include "rows.h"
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
@@ -25,6 +26,18 @@ constexpr int kWidth = 16;
 namespace {
 // One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only chain_columns may use it.
 inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+inline __attribute__((always_inline)) __m512 floor_vec(__m512 x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+// dst[0, 32) = the high halves of the lanes of a, then of b.
+template <class U>
+inline __attribute__((always_inline)) void store_high_halves(void* dst, U a, U b) {
+  __m256i* to = static_cast<__m256i*>(dst);
+  _mm256_storeu_si256(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(reinterpret_cast<__m512i>(a), 16)));
+  _mm256_storeu_si256(to + 1, _mm512_cvtepi32_epi16(_mm512_srli_epi32(reinterpret_cast<__m512i>(b), 16)));
+}
 }  // namespace
 
 #include "rows_loops.h"

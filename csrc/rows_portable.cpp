@@ -15,6 +15,23 @@ constexpr int kWidth = 4;
 
 namespace {
 inline float fma_flushed(float a, float b, float c) { return flushed_fma(flush_input(a), flush_input(b), c); }
+
+template <class V>
+inline __attribute__((always_inline)) V floor_vec(V x) {
+  for (int i = 0; i < kWidth; ++i) x[i] = __builtin_floorf(x[i]);
+  return x;
+}
+
+// dst[0, 8) = the high halves of the lanes of a, then of b.
+template <class U>
+inline __attribute__((always_inline)) void store_high_halves(void* dst, U a, U b) {
+  uint16_t half[2 * kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    half[i] = static_cast<uint16_t>(a[i] >> 16);
+    half[kWidth + i] = static_cast<uint16_t>(b[i] >> 16);
+  }
+  __builtin_memcpy(dst, half, sizeof(half));
+}
 }  // namespace
 
 #include "rows_loops.h"

@@ -5,9 +5,12 @@ check_rows(run, x)      run(rows) -> tensors whose leading axis is the rows'; a 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,27 +70,57 @@ def check_rows(run: Run, inputs: Sequence[Tensor], monkeypatch: pytest.MonkeyPat
             assert_bitwise_equal(got, expected, views[0][0])
 
 
+# Reads lines "module function", answers each by "ok" or the traceback in one line. One process for all test files:
+# importing torch costs more than the tests.
+SERVER = """
+import sys, importlib, traceback, torch
+sys.path.insert(0, sys.argv[1])
+from assertions import assert_bitwise_equal
+from tbik import _C
+torch.set_num_threads(1)
+for line in sys.stdin:
+    module, name = line.split()
+    try:
+        torch.set_flush_denormal(False)
+        function = getattr(importlib.import_module(module), name)()
+        expected = function()
+        assert torch.set_flush_denormal(True)
+        mode = _C.fp_mode()
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for a, b in zip(function(), expected, strict=True):
+                assert_bitwise_equal(a, b, f'{threads} threads')
+            assert _C.fp_mode() == mode != 0
+        answer = 'ok'
+    except BaseException:
+        answer = repr(traceback.format_exc())
+    torch.set_num_threads(1)
+    print(answer, flush=True)
+"""
+
+
+@functools.cache
+def _flush_server() -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SERVER, str(Path(__file__).resolve().parent)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.kill)
+    return server
+
+
 def run_with_flush(module: str, function: str) -> None:
     """module.function() makes inputs and returns a function of nothing; that one must give the same tensors under
-    set_flush_denormal(True), on 1 and 2 threads, and leave the mode as it was. In a process of its own."""
-    code = (
-        "import sys, importlib, torch\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from assertions import assert_bitwise_equal\n"
-        "from tbik import _C\n"
-        f"function = importlib.import_module({module!r}).{function}()\n"
-        "expected = function()\n"
-        "assert torch.set_flush_denormal(True)\n"
-        "mode = _C.fp_mode()\n"
-        "for threads in (1, 2):\n"
-        "    torch.set_num_threads(threads)\n"
-        "    for a, b in zip(function(), expected, strict=True):\n"
-        "        assert_bitwise_equal(a, b, f'{threads} threads')\n"
-        "    assert _C.fp_mode() == mode != 0\n"
-    )
-    command = [sys.executable, "-c", code, str(Path(__file__).resolve().parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    set_flush_denormal(True), on 1 and 2 threads, and leave the mode as it was. Not in the process of the tests."""
+    server = _flush_server()
+    assert server.stdin is not None and server.stdout is not None
+    watch = threading.Timer(200, server.kill)  # no unbounded wait: a killed server answers with an empty line
+    watch.start()
+    try:
+        server.stdin.write(f"{module} {function}\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+    finally:
+        watch.cancel()
+    assert answer == "ok\n", answer
 
 
 def compiled_equals_eager(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:

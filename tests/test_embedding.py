@@ -33,7 +33,7 @@ def some_ids(shape: tuple[int, ...], vocabulary: int, seed: int) -> Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 2, 9, 30]), min_size=1, max_size=6),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 3, 9]), min_size=1, max_size=5),
     vocabulary=st.integers(1, 12),
     dim=st.integers(1, 20),
     dtype=st.sampled_from(DTYPES),

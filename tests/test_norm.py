@@ -90,7 +90,12 @@ def test_verify_layer_norm_equals_reference(
     dx = _C.norm_dx(dy, x, w, None, EPS, True, False, dtype, dtype, path)
     assert_bitwise_equal(dx, reference.norm_dx(dy, x, w, EPS, centered=True), f"{path} dx")
     leaves = _C.column_leaves(dy, x, 1, EPS, True, [0, m], path)
-    assert_bitwise_equal(leaves[0] + 0.0, reference.norm_dw(dy, x, EPS, [0, m], centered=True), f"{path} dw")
+    dw = reference.norm_dw(dy, x, EPS, [0, m], centered=True)
+    assert_bitwise_equal(leaves[0] + 0.0, dw, f"{path} dw")
+    both = _C.norm_gradients(dy, x, w, None, EPS, True, False, dtype, dtype, True, True, True, 1, [0, m], path)
+    assert_bitwise_equal(both[0], dx, f"{path} dx at once")
+    assert_bitwise_equal(both[1][0] + 0.0, dw, f"{path} dw at once")
+    assert_bitwise_equal(both[2][0] + 0.0, reference.norm_dw(dy, None, EPS, [0, m]), f"{path} dbias at once")
 
 
 @settings(max_examples=200, deadline=None)
@@ -330,6 +335,14 @@ def operator_calls() -> dict[str, tuple[object, tuple[object, ...]]]:
         "layer_norm": (o.layer_norm, (g(3, 8), g(8), g(8), EPS, f32, None, False)),
         "layer_norm without bias": (o.layer_norm, (g(3, 8), g(8), None, EPS, f32, None, False)),
         "norm_dx": (o.norm_dx, (t(3, 8), t(3, 8), t(8), t(3, 8), EPS, False, False, f32, torch.bfloat16)),
+        "norm_gradients": (
+            o.norm_gradients,
+            (t(5, 8), t(5, 8), t(8), None, EPS, True, False, False, f32, [True, True, True], [0, 2, 5], False),
+        ),
+        "norm_gradients of heads": (
+            o.norm_gradients,
+            (t(5, 3, 8), t(5, 3, 8), t(8), None, EPS, False, True, True, f32, [False, True, False], None, True),
+        ),
         "column_grad": (o.column_grad, (t(3, 8), t(3, 8), EPS, True, False, [0, 1, 3], False)),
     }
 

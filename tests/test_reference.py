@@ -716,14 +716,15 @@ def test_verify_order_document_coefficients() -> None:
             r"^([A-Z][A-Z0-9_]+) = ((?:-?0x[0-9a-f.]+(?:p[+-]?\d+)?\s+)+)", section, re.MULTILINE
         )
     }
+    sizes = {"TOKENS_PER_BLOCK": 512, "ROW_BLOCK": 512, "LANES": 16, "KEYS_PER_BLOCK": 64, "QUERIES_PER_BLOCK": 64}
     ours = {
         name: list(value) if isinstance(value, tuple) else [value]
         for name, value in vars(reference).items()
-        if name.isupper() and not name.startswith("_") and name not in ("TOKENS_PER_BLOCK", "ROW_BLOCK", "LANES")
+        if name.isupper() and not name.startswith("_") and name not in sizes
     }
     assert len(written) == 20 and written == ours
     in_float64 = {"TWO_OVER_PI", "PI_2_HIGH", "PI_2_LOW"}
     for name, values in written.items():
         exact = name in in_float64 or all(isinstance(v, int) or fp32(v) == v for v in values)
         assert exact, f"{name} is not exact in fp32"
-    assert (reference.TOKENS_PER_BLOCK, reference.ROW_BLOCK, reference.LANES) == (512, 512, 16)
+    assert {name: getattr(reference, name) for name in sizes} == sizes

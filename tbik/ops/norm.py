@@ -254,6 +254,75 @@ def _require_gradient(
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
+def _gradients(
+    ctx: Any,
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    residual: Tensor | None,
+    wanted: tuple[bool, ...],
+    *,
+    centered: bool,
+    offset: bool = False,
+    heads: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dw, dbias), None where not wanted."""
+    arguments = (ctx.eps, centered, offset, heads, ctx.compute, list(wanted), ctx.sample_offsets, ctx.narrow)
+    results = iter(_norm_gradients(dy, x, w, residual, *arguments))
+    dx, dw, dbias = (next(results) if want else None for want in wanted)
+    return dx, dw, dbias
+
+
+@_operator(
+    "norm_gradients",
+    "(Tensor dy, Tensor x, Tensor w, Tensor? residual, float eps, bool centered, bool offset, bool heads, "
+    "ScalarType compute, bool[] wanted, SymInt[]? sample_offsets, bool narrow) -> Tensor[]",
+)
+def _norm_gradients(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: bool,
+    heads: bool,
+    compute: torch.dtype,
+    wanted: list[bool],
+    sample_offsets: list[int] | None,
+    narrow: bool,
+) -> list[Tensor]:
+    """Those of dx, dw and dbias that are wanted, from one set of statistics and one reading of dy for dw and dbias."""
+    lead = dy.shape[: -2 if heads else -1]
+    cuts, num_blocks = token_blocks(bounds(lead, sample_offsets))
+    num_heads = dy.shape[-2] if heads else 1
+    dx, *leaves = _C.norm_gradients(
+        dy, x, w, residual, eps, centered, offset, compute, x.dtype, *wanted, num_heads, cuts
+    )
+    results = [] if dx is None else [dx]
+    results += [_root(leaf, num_blocks, num_heads, heads, narrow, None) for leaf in leaves if leaf is not None]
+    return results
+
+
+@_fake(_norm_gradients)
+def _norm_gradients_fake(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: bool,
+    heads: bool,
+    compute: torch.dtype,
+    wanted: list[bool],
+    *rest: Any,
+) -> list[Tensor]:
+    _require_one_device(dy, x, w, residual)
+    dx = [x.new_empty(x.shape)] if wanted[0] else []
+    return dx + [dy.new_empty((dy.shape[-1],), dtype=torch.float32) for want in wanted[1:] if want]
+
+
 @_operator(
     "rms_norm",
     "(Tensor x, Tensor w, float eps, bool offset, bool heads, ScalarType compute, SymInt[]? sample_offsets, "
@@ -286,8 +355,9 @@ def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _rms_norm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    dx = _norm_dx(dy, x, w, None, ctx.eps, False, ctx.offset, ctx.compute, x.dtype) if needs_x else None
-    dw = _column_grad(dy, x, ctx.eps, False, ctx.heads, ctx.sample_offsets, ctx.narrow) if needs_w else None
+    dx, dw, _ = _gradients(
+        ctx, dy, x, w, None, (needs_x, needs_w, False), centered=False, offset=ctx.offset, heads=ctx.heads
+    )
     return dx, dw, None, None, None, None, None, None
 
 
@@ -326,10 +396,8 @@ def _add_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 def _add_rms_norm_backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Any, ...]:
     h, w = ctx.saved_tensors
     needs_x, needs_residual, needs_w = ctx.needs_input_grad[:3]
-    both = None
-    if needs_x or needs_residual:
-        both = _norm_dx(dy, h, w, dh, ctx.eps, False, ctx.offset, ctx.compute, h.dtype)
-    dw = _column_grad(dy, h, ctx.eps, False, False, ctx.sample_offsets, ctx.narrow) if needs_w else None
+    wanted = (needs_x or needs_residual, needs_w, False)
+    both, dw, _ = _gradients(ctx, dy, h, w, dh, wanted, centered=False, offset=ctx.offset)
     return both if needs_x else None, both if needs_residual else None, dw, None, None, None, None, None
 
 
@@ -366,10 +434,7 @@ def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _layer_norm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    dx = _norm_dx(dy, x, w, None, ctx.eps, True, False, ctx.compute, x.dtype) if needs_x else None
-    dw = _column_grad(dy, x, ctx.eps, True, False, ctx.sample_offsets, ctx.narrow) if needs_w else None
-    db = _column_grad(dy, None, ctx.eps, False, False, ctx.sample_offsets, ctx.narrow) if needs_bias else None
+    dx, dw, db = _gradients(ctx, dy, x, w, None, tuple(ctx.needs_input_grad[:3]), centered=True)
     return dx, dw, db, None, None, None, None
 
 
@@ -444,9 +509,18 @@ def _fold_columns(
         return dy.new_zeros(shape, dtype=torch.float32)
     num_heads = dy.shape[-2] if heads else 1
     leaves = _C.column_leaves(dy, x, num_heads, eps, centered, cuts)
+    return _root(leaves, num_blocks, num_heads, heads, narrow, first_sample)
+
+
+def _root(
+    leaves: Tensor, num_blocks: list[int], num_heads: int, heads: bool, narrow: bool, first_sample: int | None
+) -> Tensor:
+    if not num_blocks:
+        shape = leaves.shape[-1] // num_heads
+        return leaves.new_zeros((shape,) if first_sample is None else (0, shape))
     if not heads:
         return fold_samples(leaves, num_blocks, narrow, first_sample)
-    leaves = leaves.reshape(-1, num_heads, dy.shape[-1])
+    leaves = leaves.reshape(-1, num_heads, leaves.shape[-1] // num_heads)
     return fold_sample_leaves(fold_heads(leaves, num_blocks), narrow, first_sample)
 
 
@@ -456,5 +530,5 @@ def _column_grad_fake(dy: Tensor, x: Tensor | None, *rest: Any) -> Tensor:
     return dy.new_empty((dy.shape[-1],), dtype=torch.float32)
 
 
-refuse_vmap(_rms_norm, _add_rms_norm, _layer_norm, _norm_dx, _column_grad)
-refuse_derivative(_norm_dx, _column_grad)
+refuse_vmap(_rms_norm, _add_rms_norm, _layer_norm, _norm_dx, _column_grad, _norm_gradients)
+refuse_derivative(_norm_dx, _column_grad, _norm_gradients)
