@@ -708,9 +708,11 @@ uint64_t hash_fold_present(std::vector<uint64_t> values, const std::vector<int64
 
 }  // namespace
 
+void bind_plain(py::module_& m);
 void bind_rows(py::module_& m);
 
 void bind_rows(py::module_& m) {
+  bind_plain(m);
   using Release = py::call_guard<py::gil_scoped_release>;
   struct Named {
     const char* name;

@@ -20,7 +20,7 @@ from tbik.ops.linear import _fake, _operator, _require_one_device, _shape
 from tbik.ops.rowwise import (
     differentiable,
     is_direct,
-    is_simple,
+    is_simple_pair,
     refuse_derivative,
     refuse_vmap,
     require_alike,
@@ -62,7 +62,7 @@ def _gelu_kind(where: str, approximate: str) -> str:
 
 
 def _apply(where: str, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    if is_simple(x) and (up is None or (is_direct(up) and up.dtype == x.dtype and up.shape == x.shape)):
+    if is_simple_pair(x, up):
         return _C.activation(x, up, kind)
     require_rows(where, "x" if up is None else "gate", x)
     if up is not None:

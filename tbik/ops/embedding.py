@@ -19,7 +19,7 @@ from tbik import _C, tree
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _is_int, _name, _operator, _require_dense, _require_one_device, _require_same_device
 from tbik.ops.linear import _shape as shape_of
-from tbik.ops.rowwise import DTYPES, differentiable, is_direct, refuse_derivative, refuse_vmap, require_rows
+from tbik.ops.rowwise import DTYPES, differentiable, is_direct, is_simple, refuse_derivative, refuse_vmap, require_rows
 from tbik.ops.samples import bounds, is_narrow, require_samples
 from tbik.plan import TreePlan
 
@@ -49,6 +49,10 @@ def embedding(
     Gradient: dw fp32 [V, D], dense; embedding_row_gradients gives the rows alone. Errors: PlanError, ValueError for an
     id outside the vocabulary. Batch-invariant; dw layout-invariant.
     """
+    plain = vocabulary is None and out_dtype is None and sample_offsets is None and plan is None
+    plain = plain and first_row == 0 and type(first_row) is int and is_simple(w) and is_direct(ids) and w.dim() == 2
+    if plain and ids.dtype == torch.int64 and ids.dim() < 3:
+        return _C.embedding(ids, w, 0, w.shape[0], w.dtype)
     where = "ops.embedding"
     total = _require_ids(where, ids, w.shape[0] if isinstance(w, Tensor) and w.dim() else 0, first_row, vocabulary)
     _require_dense(where, "w", w)

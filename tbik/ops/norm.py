@@ -25,6 +25,7 @@ from tbik.ops.rowwise import (
     differentiable,
     is_direct,
     is_simple,
+    is_simple_pair,
     refuse_derivative,
     refuse_vmap,
     require_alike,
@@ -92,8 +93,8 @@ def add_rms_norm(
     rms_norm, whose bits these are on h. Batch-invariant.
     """
     plain = compute_dtype is None and sample_offsets is None and plan is None and type(eps) is float and 0 <= eps < 1
-    plain = plain and type(offset) is bool and is_direct(residual) and is_simple(x, w) and x.dim() < 4
-    if plain and residual.dtype == x.dtype and residual.shape == x.shape:
+    plain = plain and type(offset) is bool and is_simple_pair(x, residual) and residual is not None
+    if plain and is_simple(x, w) and x.dim() < 4:
         return _C.norm(x, residual, w, None, eps, False, offset, x.dtype)
     where = "ops.add_rms_norm"
     require_rows(where, "x", x)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import CoverRun, _fake, _is_int, _name, _operator, _run_schedule
-from tbik.ops.rowwise import DTYPES, differentiable, is_direct, refuse_derivative, refuse_vmap, require_rows
+from tbik.ops.rowwise import DTYPES, differentiable, is_direct, is_simple, refuse_derivative, refuse_vmap, require_rows
 
 MAX_LENGTH = 2**24
 
@@ -58,6 +58,8 @@ def _require_leaves(where: str, leaves: int) -> None:
 
 
 def _reduce(where: str, x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype | None) -> Tensor:
+    if out_dtype is None and leaves == 1 and type(leaves) is int and is_simple(x) and x.shape[-1] <= MAX_LENGTH:
+        return _kernel(x, 1, mean, x.dtype)
     require_rows(where, "x", x)
     _require_leaves(where, leaves)
     if x.shape[-1] > MAX_LENGTH:

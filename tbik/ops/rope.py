@@ -19,7 +19,16 @@ from torch import Tensor
 from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _name, _operator, _require_flag, _require_one_device, _require_same_device, _shape
-from tbik.ops.rowwise import DTYPES, differentiable, is_direct, refuse_derivative, refuse_vmap, require_rows
+from tbik.ops.rowwise import (
+    DTYPES,
+    differentiable,
+    is_direct,
+    is_simple,
+    is_simple_pair,
+    refuse_derivative,
+    refuse_vmap,
+    require_rows,
+)
 
 
 class RopeFrequencies(NamedTuple):
@@ -38,6 +47,10 @@ def rope(
     of a head pass -> [..., H, D] in out_dtype (x.dtype). interleaved: pairs (2i, 2i + 1) in place of (i, i + R/2).
     The tables get no gradient. Errors: PlanError. Batch-invariant.
     """
+    plain = out_dtype is None and type(interleaved) is bool and is_simple(x) and is_simple_pair(sin, cos)
+    plain = plain and sin.dtype == torch.float32 and sin.dim() == x.dim() - 1 >= 1 and sin.shape[:-1] == x.shape[:-2]
+    if plain and 2 * sin.shape[-1] <= x.shape[-1]:
+        return _C.rope(x, sin, cos, interleaved, False, x.dtype)
     where = "ops.rope"
     out = _require_rope(where, x, sin, cos, interleaved, out_dtype)
     if sin.requires_grad or cos.requires_grad:

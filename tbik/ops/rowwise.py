@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import (
     _LIBRARY,
-    _is_observed,
-    _is_plain,
     _name,
     _refuser,
     _require_dense,
@@ -76,21 +75,21 @@ def require_eps(where: str, eps: float) -> None:
 
 def is_direct(*tensors: Tensor | None) -> bool:
     """Whether a kernel may be called without the dispatcher: nobody watches, nothing needs a gradient."""
-    if torch.compiler.is_compiling() or _is_observed():
-        return False
-    present = [t for t in tensors if t is not None]
-    if not all(type(t) in (Tensor, torch.nn.Parameter) and _is_plain(t) for t in present):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in present))
+    return not torch.compiler.is_compiling() and _C.is_direct(*tensors)
 
 
 def is_simple(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether x [..., K] and the parameters [K] need no further check, which would cost more than a small row."""
-    if not is_direct(x, *parameters) or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
-    if x.dtype not in DTYPES or not x.dim() or not x.shape[-1]:
+    return _C.is_simple(x, *parameters)
+
+
+def is_simple_pair(a: Tensor, b: Tensor | None) -> bool:
+    """Whether a [..., K] and b, alike or None, need no further check."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
-    return all(p is None or (p.dtype in DTYPES and p.shape == x.shape[-1:]) for p in parameters)
+    return _C.is_simple_pair(a, b)
 
 
 def refuse_vmap(*operators: Any) -> None:
