@@ -1,5 +1,5 @@
 // Four registers side by side: the latency of one hides behind the others. Included by each rows_<isa>.cpp inside its
-// own target region and namespace, after convert_loops.h and row_sum_loops.h; the file defines floor_vec and
+// own target region and namespace, after convert_loops.h and elementary.h; the file defines floor_vec and
 // store_high_halves before. No include guard on purpose; internal linkage.
 //
 //   Four f(Four): every operation is one IEEE operation per lane, so a formula written once for float and for Four
@@ -7,6 +7,8 @@
 //   map_n(y, n, f, x...): y_i = one rounding of f(widened x_i...), NaN canonical
 //
 // Mode: IEEE. Guarantee: deterministic, element-wise.
+
+#include "row_sum_loops.h"
 
 namespace {
 

@@ -9,7 +9,6 @@
 #include "elementary.h"
 #include "four.h"
 #include "philox.h"
-#include "row_sum_loops.h"
 
 namespace {
 
