@@ -329,7 +329,55 @@ const StripKernels kStrips = {TBIK_ROWS(chain_strip), deal_f32, deal_pairs, deal
 const ChainTable kF64 = {{TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64)}};
 #undef TBIK_ROWS
 
-const Loops kLoops = make_loops(transpose);
+// bf16 sums, 16 elements at a time. Interleaving with zeros widens inside each half of the register and packing undoes
+// it, so no element has to cross halves. The bits are those of combine_loops.h.
+inline __m256i round_bf16(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i even = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), even);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nan);
+}
+
+void add_both_fast(void* dst_, const void* left_, const void* right_, DType dtype, int64_t n) {
+  if (dtype != DType::kBFloat16) return add_both(dst_, left_, right_, dtype, n);
+  uint16_t* dst = static_cast<uint16_t*>(dst_);
+  const uint16_t* left = static_cast<const uint16_t*>(left_);
+  const uint16_t* right = static_cast<const uint16_t*>(right_);
+  const __m256i zero = _mm256_setzero_si256();
+  const auto widen_low = [&](__m256i x) { return _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, x)); };
+  const auto widen_high = [&](__m256i x) { return _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, x)); };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256i l = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(left + i));
+    const __m256i r = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right + i));
+    const __m256i low = round_bf16(_mm256_add_ps(widen_low(l), widen_low(r)));
+    const __m256i high = round_bf16(_mm256_add_ps(widen_high(l), widen_high(r)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + i), _mm256_packus_epi32(low, high));
+  }
+  add_both(dst + i, left + i, right + i, dtype, n - i);
+}
+
+void add_to_fast(void* dst_, DType to, const float* left, const float* right, int64_t n) {
+  if (to != DType::kBFloat16) return add_to(dst_, to, left, right, n);
+  uint16_t* dst = static_cast<uint16_t*>(dst_);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256 first = _mm256_add_ps(_mm256_loadu_ps(left + i), _mm256_loadu_ps(right + i));
+    const __m256 second = _mm256_add_ps(_mm256_loadu_ps(left + i + 8), _mm256_loadu_ps(right + i + 8));
+    const __m256i packed = _mm256_packus_epi32(round_bf16(first), round_bf16(second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + i), _mm256_permute4x64_epi64(packed, 0xd8));
+  }
+  add_to(dst + i, to, left + i, right + i, n - i);
+}
+
+constexpr Loops with_fast_bf16(Loops loops) {
+  loops.add_both = add_both_fast;
+  loops.add_to = add_to_fast;
+  return loops;
+}
+
+const Loops kLoops = with_fast_bf16(make_loops(transpose));
 const GemmKernels kKernels = {"avx2",   &kLoops,           true,     false, &kF32, &kF64, &kPair, nullptr,
                               &kStrips, widen_pairs_plain, widen_f16};
 

@@ -67,6 +67,20 @@ def test_verify_covers_fold_to_the_root(path: str, rounds: bool) -> None:
         assert_bitwise_equal(root, expected, f"{path} L={leaves} against the oracle")
 
 
+@pytest.mark.parametrize("path", LOOPS)
+def test_verify_sums_of_every_bfloat16(path: str) -> None:
+    """All bit patterns, NaN and subnormals included, against shuffled ones; 2 leaves and 3; a tail of every length."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    generator = torch.Generator().manual_seed(0)
+    for tail in range(17):
+        values = [every[tail:].view(torch.bfloat16)]
+        values += [every[torch.randperm(1 << 16, generator=generator)[tail:]].view(torch.bfloat16) for _ in range(2)]
+        for world in (2, 3):
+            program = _C.run_schedule(0, world, world, True)
+            actual = _C.fold(torch.stack(values[:world]), program, 1, None, torch.bfloat16, path)
+            assert_bitwise_equal(actual, reference.all_reduce(values[:world]), f"{path} {world} leaves, from {tail}")
+
+
 def test_verify_order_shows_in_the_bits() -> None:
     """Negative control: a flat sum in ascending order differs, and so does a wire in bf16."""
     values = [wide_exponents((200,), torch.float32, seed=rank) for rank in range(8)]
