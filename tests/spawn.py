@@ -38,7 +38,7 @@ _GRACE_S = 5.0  # for the others once one rank has failed
 _PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch.distributed"])
+_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch.distributed", "tbik.nn"])
 
 
 @dataclass(frozen=True)
