@@ -296,7 +296,7 @@ void bind_communicator(py::module& m, const Combine& combine) {
       .def("leave", &Communicator::leave)
       .def_property_readonly("transport", [](const Communicator& c) { return std::string(c.transport().name()); })
       .def("placement", [](const Communicator& c, int64_t bytes) {
-        return std::string(name_of(c.collectives().placement_for(Collective::kAllReduce, bytes)));
+        return std::string(name_of(c.collectives().placement_for(Collective::kAllReduce, Element::kFloat32, bytes)));
       });
 }
 
