@@ -91,6 +91,15 @@ Live live_keys(const AttentionProblem& p, const Sequence& s, int64_t query) {
   return live;
 }
 
+// K5 counts positions like the query blocks of K3: from the first query where there are more queries than keys.
+uint32_t counted_position(const Sequence& s, int64_t query) {
+  return static_cast<uint32_t>(std::max<int64_t>(0, s.k_length - s.q_length) + query);
+}
+
+uint32_t head_word(const AttentionProblem& p, int64_t head) {
+  return static_cast<uint32_t>(1 + p.dropout.first_head + head);
+}
+
 class Packer {
  public:
   Packer(const AttentionProblem& problem, const Loops& loops) : p_(problem), loops_(loops) {}
@@ -268,8 +277,12 @@ class Forward {
       lo = arena.take<int32_t>(kTile);
       hi = arena.take<int32_t>(kTile);
       live = arena.take<Live>(kTile);
+      position = arena.take<uint32_t>(kTile);
+      head = arena.take<uint32_t>(kTile);
+      keep = arena.take<float>(kKeyBlock);
     }
-    float *q, *s, *partial, *acc, *keys, *values, *rows, *m, *l, *sums, *factor;
+    float *q, *s, *partial, *acc, *keys, *values, *rows, *m, *l, *sums, *factor, *keep;
+    uint32_t *position, *head;
     int32_t *lo, *hi;
     Live* live;
   };
@@ -349,6 +362,8 @@ class Forward {
       const int64_t head = first_head + (begin + r) % group;
       packer_.widen(w.q + r * dp_, p_.q, Packer::at(p_.q, s.q_first + query, head));
       w.live[r] = live_keys(p_, s, query);
+      w.position[r] = counted_position(s, query);
+      w.head[r] = head_word(p_, head);
       w.m[r] = p_.sinks == nullptr ? -kInf : p_.sinks[head];
       w.l[r] = w.m[r] > -kInf ? 1.0f : 0.0f;
     }
@@ -362,15 +377,15 @@ class Forward {
       while (r1 < rows && w.live[r1].lo < start + kKeyBlock) ++r1;
       if (r0 >= r1) continue;
       if (packed != nullptr) {
-        step(packed[j - pair.first_block], start, r0, r1 - r0, w);
+        step(packed[j - pair.first_block], pair.sequence, start, r0, r1 - r0, w);
       } else if (rows <= kFewRows) {
         const RowGroups keys = packer_.row_groups(p_.k, s, pair.head, j, w.rows);
         const RowGroups values = packer_.row_groups(p_.v, s, pair.head, j, w.rows + kKeyBlock * dp_);
-        step_in_place(keys, values, start, r0, r1 - r0, w);
+        step_in_place(keys, values, pair.sequence, start, r0, r1 - r0, w);
       } else {
         Block block{w.keys, w.values, true};
         pack(block, w.rows, pair, j);
-        step(block, start, r0, r1 - r0, w);
+        step(block, pair.sequence, start, r0, r1 - r0, w);
       }
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -390,8 +405,8 @@ class Forward {
     }
   }
 
-  void step_in_place(const RowGroups& keys, const RowGroups& values, int64_t start, int64_t r0, int64_t rows,
-                     Memory& w) {
+  void step_in_place(const RowGroups& keys, const RowGroups& values, int64_t sequence, int64_t start, int64_t r0,
+                     int64_t rows, Memory& w) {
     set_ranges(start, r0, rows, w);
     float* scores = w.s + r0 * kKeyBlock;
     {
@@ -406,12 +421,24 @@ class Forward {
         const int64_t hi = w.hi[r0 + r];
         int64_t end = r + 1;
         while (end < rows && w.lo[r0 + end] == lo && w.hi[r0 + end] == hi) ++end;
-        kernels_.row_values(scores + r * kKeyBlock, end - r, values, lo, hi, dp_, w.partial + (r0 + r) * dp_, dp_);
         kernels_.sums(scores + r * kKeyBlock, end - r, lo, hi, w.sums + r0 + r);
+        drop(sequence, start, r0 + r, end - r, w);
+        kernels_.row_values(scores + r * kKeyBlock, end - r, values, lo, hi, dp_, w.partial + (r0 + r) * dp_, dp_);
         r = end;
       }
     }
     rescale(r0, rows, w);
+  }
+
+  // The sum of exponentials takes every pair; what multiplies the values is dropped (K5).
+  void drop(int64_t sequence, int64_t start, int64_t r0, int64_t rows, Memory& w) const {
+    if (!p_.dropout.active) return;
+    const FpIeeeScope ieee;
+    const uint32_t sample = static_cast<uint32_t>(p_.dropout.first_sample + sequence);
+    for (int64_t r = r0; r < r0 + rows; ++r) {
+      kernels_.keep(w.keep, start / kKeyBlock, w.position[r], sample, w.head[r], p_.dropout);
+      kernels_.drop(w.s + r * kKeyBlock, w.keep);
+    }
   }
 
   void rescale(int64_t r0, int64_t rows, Memory& w) {
@@ -419,7 +446,7 @@ class Forward {
     kernels_.rescale(w.l + r0, w.sums + r0, rows, 1, 1, w.factor + r0);
   }
 
-  void step(const Block& block, int64_t start, int64_t r0, int64_t rows, Memory& w) {
+  void step(const Block& block, int64_t sequence, int64_t start, int64_t r0, int64_t rows, Memory& w) {
     set_ranges(start, r0, rows, w);
     const int64_t lo = w.lo[r0];  // both ends ascend with the rows
     const int64_t hi = w.hi[r0 + rows - 1];
@@ -431,9 +458,10 @@ class Forward {
     kernels_.softmax(scores, rows, w.lo + r0, w.hi + r0, p_.scale, p_.cap, w.m + r0, w.factor + r0);
     {
       const FpFlushScope flush(kernels_.hardware_flush);
+      kernels_.sums(scores, rows, lo, hi, w.sums + r0);
+      drop(sequence, start, r0, rows, w);
       masked_chains(kernels_, scores, kKeyBlock, 1, rows, w.lo + r0, w.hi + r0, block.values_finite, block.values,
                     kKeyBlock * 16, w.partial + r0 * dp_, dp_);
-      kernels_.sums(scores, rows, lo, hi, w.sums + r0);
     }
     rescale(r0, rows, w);
   }
@@ -512,6 +540,7 @@ class Backward {
       row = arena.take<float>(dp);
       s = arena.take<float>(kQueryBlock * kKeyBlock);
       dp_scores = arena.take<float>(kQueryBlock * kKeyBlock);
+      keep = arena.take<float>(kQueryBlock * kKeyBlock);
       rows = arena.take<float>(2 * kKeyBlock * dp);
       keys = arena.take<float>(kKeyBlock * dp);
       keys_DK = arena.take<float>(round_up(dim, 16) * kKeyBlock);
@@ -525,7 +554,7 @@ class Backward {
       end = arena.take<int32_t>(kKeyBlock);
     }
     float *q, *grad, *q_panels, *grad_panels, *dq, *m, *w, *d, *row, *s, *dp_scores, *rows, *keys, *keys_DK, *values_DK,
-        *dk, *dv, *partial;
+        *dk, *dv, *partial, *keep;
     Live* live;
     int32_t *lo, *hi, *first, *end;
   };
@@ -613,12 +642,21 @@ class Backward {
         keys_finite = kernels_.is_finite(w.rows, kKeyBlock * dp_);
         packed = true;
       }
+      fill_keep(s, head, j, t0, t1 - t0, w);
       step(block, t0, t1 - t0, start, count, keys_finite, w);
     }
     for (int64_t k = 0; k < count; ++k) {
       const int64_t at = ((s.k_first + start + k) * p_.heads + head) * p_.dim;
       std::memcpy(dk_ + at, w.dk + k * dp_, static_cast<size_t>(p_.dim) * sizeof(float));
       std::memcpy(dv_ + at, w.dv + k * dp_, static_cast<size_t>(p_.dim) * sizeof(float));
+    }
+  }
+
+  void fill_keep(const Sequence& s, int64_t head, int64_t j, int64_t t0, int64_t rows, Memory& w) const {
+    if (!p_.dropout.active) return;
+    const uint32_t sample = static_cast<uint32_t>(p_.dropout.first_sample + (&s - p_.sequences.data()));
+    for (int64_t r = 0; r < rows; ++r) {
+      kernels_.keep(w.keep + r * kKeyBlock, j, counted_position(s, t0 + r), sample, head_word(p_, head), p_.dropout);
     }
   }
 
@@ -646,7 +684,8 @@ class Backward {
       kernels_.chains(q, dp_, 1, rows, w.keys_DK, p_.dim * 16, p_.dim, w.s, kKeyBlock, hi);
       kernels_.chains(grad, dp_, 1, rows, w.values_DK, p_.dim * 16, p_.dim, w.dp_scores, kKeyBlock, hi);
     }
-    kernels_.softmax_backward(w.s, w.dp_scores, rows, w.lo, w.hi, p_.scale, p_.cap, w.m + t0, w.w + t0, w.d + t0);
+    kernels_.softmax_backward(w.s, w.dp_scores, rows, w.lo, w.hi, p_.scale, p_.cap, w.m + t0, w.w + t0, w.d + t0,
+                              p_.dropout.active ? w.keep : nullptr);
     auto chains = [&](const float* a, int64_t a_row, int64_t a_step, int64_t n, const int32_t* lo, const int32_t* hi,
                       bool finite, const float* b, int64_t b_panel) {
       const FpFlushScope flush(kernels_.hardware_flush);

@@ -24,6 +24,17 @@ inline constexpr int64_t kKeyBlock = 64;    // keys of one block (ORDER.md K1)
 inline constexpr int64_t kQueryBlock = 64;  // query positions of one block of dK and dV (ORDER.md K3)
 inline constexpr int64_t kMaxHeadDim = 512;
 
+// K5. The pair (query at position t, key s) of query head h of sequence b is kept if word s % 4 of
+// philox(s / 4, t, first_sample + b, 1 + first_head + h) is at least `threshold`, and multiplied by `scale`.
+struct PairDropout {
+  bool active = false;
+  uint64_t threshold = 0;
+  float scale = 1.0f;
+  uint32_t key[2] = {0, 0};
+  uint32_t first_sample = 0;
+  uint32_t first_head = 0;
+};
+
 // 64 rows of fp32 where they lie: row k = group[k / 8] + (k % 8) * stride, multiples of 16 values long.
 struct RowGroups {
   const float* group[kKeyBlock / 8];
@@ -57,9 +68,14 @@ struct AttentionKernels {
                   float* factor);
   // acc[r] = acc[r] * factor[r] + (block[r] + 0.0), `columns` values per row
   void (*rescale)(float* acc, const float* block, int64_t rows, int64_t columns, int64_t stride, const float* factor);
-  // s = raw chains of q k, dp = raw chains of dO v; s = p = exp(s - m) * w, dp = dS, both +0 where masked.
+  // keep[k] = scale where the pair of key 64 * block + k is kept, else +0 (K5); 64 values
+  void (*keep)(float* keep, int64_t block, uint32_t position, uint32_t sample, uint32_t head, const PairDropout& drop);
+  // s[k] = s[k] * keep[k] where kept, else +0; 64 values
+  void (*drop)(float* s, const float* keep);
+  // s = raw chains of q k, dp = raw chains of dO v; s = p = exp(s - m) * w, dp = dS, both +0 where masked. With keep
+  // [R][64]: s = p * keep and dS from dp * keep, +0 where dropped; null: no dropout.
   void (*softmax_backward)(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,
-                           float cap, const float* m, const float* w, const float* d);
+                           float cap, const float* m, const float* w, const float* d, const float* keep);
   // sum of x[i] * y[i] by the row rule (ORDER.md A9), n <= 512
   float (*row_dot)(const float* x, const float* y, int64_t n);
   float (*exp)(float x);
@@ -109,6 +125,7 @@ struct AttentionProblem {
   KeyRows k;
   KeyRows v;
   const float* sinks;  // [H] or null
+  PairDropout dropout;
 };
 
 // out [T][H][D] in `dtype`; m, l fp32 [T][H]: the maximum and the sum of exponentials, contiguous.

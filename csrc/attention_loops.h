@@ -9,6 +9,7 @@
 
 #include "convert_loops.h"
 #include "elementary.h"
+#include "philox.h"
 
 namespace {
 
@@ -75,9 +76,26 @@ void rescale(float* acc, const float* block, int64_t rows, int64_t columns, int6
   }
 }
 
-template <bool kCapped>
+void keep(float* keep, int64_t block, uint32_t position, uint32_t sample, uint32_t head, const PairDropout& drop) {
+  uint32_t words[kKeys];
+  const uint32_t first = static_cast<uint32_t>(block * (kKeys / 4));
+  for (uint32_t g = 0; g < kKeys / 4; ++g) {
+    const Words w = philox(first + g, position, sample, head, drop.key[0], drop.key[1]);
+    for (int i = 0; i < 4; ++i) words[4 * g + i] = w.w[i];
+  }
+  for (int k = 0; k < kKeys; ++k) keep[k] = words[k] >= drop.threshold ? drop.scale : 0.0f;
+}
+
+void drop(float* s, const float* keep) {
+  for (int k = 0; k < kKeys; ++k) {
+    const float kept = s[k] * keep[k];
+    s[k] = keep[k] > 0.0f ? kept : 0.0f;
+  }
+}
+
+template <bool kCapped, bool kDropped>
 void softmax_backward_rows(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,
-                           float cap, const float* m, const float* w, const float* d) {
+                           float cap, const float* m, const float* w, const float* d, const float* keep) {
   for (int64_t r = 0; r < rows; ++r) {
     float* s = s_RK + r * kKeys;
     float* dp = dp_RK + r * kKeys;
@@ -94,20 +112,32 @@ void softmax_backward_rows(float* s_RK, float* dp_RK, int64_t rows, const int32_
         x = cap * t;
       }
       const float p = elementary::exp(x - max) * weight;
-      float ds = p * ((dp[k] + 0.0f) - mean);
+      float grad = dp[k] + 0.0f;
+      float used = p;
+      if constexpr (kDropped) {
+        const float factor = keep[r * kKeys + k];
+        grad = factor > 0.0f ? grad * factor : 0.0f;
+        used = factor > 0.0f ? p * factor : 0.0f;
+      }
+      float ds = p * (grad - mean);
       if constexpr (kCapped) ds = ds * (1.0f - t * t);
       ds = ds * scale;
       const bool live = (k >= first) & (k < end);
-      s[k] = live ? p : 0.0f;
+      s[k] = live ? used : 0.0f;
       dp[k] = live ? ds : 0.0f;
     }
   }
 }
 
 void softmax_backward(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,
-                      float cap, const float* m, const float* w, const float* d) {
-  (cap != 0.0f ? softmax_backward_rows<true> : softmax_backward_rows<false>)(s_RK, dp_RK, rows, lo, hi, scale, cap, m,
-                                                                             w, d);
+                      float cap, const float* m, const float* w, const float* d, const float* keep) {
+  if (keep != nullptr) {
+    (cap != 0.0f ? softmax_backward_rows<true, true> : softmax_backward_rows<false, true>)(s_RK, dp_RK, rows, lo, hi,
+                                                                                           scale, cap, m, w, d, keep);
+  } else {
+    (cap != 0.0f ? softmax_backward_rows<true, false> : softmax_backward_rows<false, false>)(s_RK, dp_RK, rows, lo, hi,
+                                                                                             scale, cap, m, w, d, keep);
+  }
 }
 
 // ORDER.md A9 for one block: 16 lanes, folded by the canonical tree over 16.
@@ -145,6 +175,8 @@ constexpr AttentionKernels make_attention(const char* name, bool hardware_flush,
           .sums = s,
           .softmax = softmax,
           .rescale = rescale,
+          .keep = keep,
+          .drop = drop,
           .softmax_backward = softmax_backward,
           .row_dot = row_dot,
           .exp = exp_one,

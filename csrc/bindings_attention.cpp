@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -16,6 +17,7 @@
 
 #include "attention.h"
 #include "bindings.h"
+#include "philox.h"
 
 namespace py = pybind11;
 
@@ -65,7 +67,34 @@ struct Settings {
   double cap;
   bool causal;
   int64_t window;
+  double dropout = 0.0;
+  std::vector<int64_t> coordinates = {};  // seed, step, name, first sample, first head
 };
+
+tbik::PairDropout dropout_of(const std::string& name, const Settings& settings, int64_t sequences, int64_t heads) {
+  tbik::PairDropout drop;
+  const double p = settings.dropout;
+  if (p == 0.0) return drop;
+  const std::vector<int64_t>& c = settings.coordinates;
+  constexpr int64_t kLimit = int64_t{1} << 32;
+  if (!(p > 0.0 && p <= 1.0) || c.size() != 5 || std::any_of(c.begin(), c.end(), [](int64_t x) { return x < 0; })) {
+    refuse(name + "dropout: expected p within [0, 1] and seed, step, name, first sample, first head, none negative");
+  }
+  if (c[3] > kLimit - sequences || c[4] > kLimit - heads - 1) {
+    refuse(name + "dropout: samples and heads are numbered below 2^32");
+  }
+  const auto low = [](int64_t v) { return static_cast<uint32_t>(v); };
+  const auto high = [](int64_t v) { return static_cast<uint32_t>(v >> 32); };
+  const Words key = philox(low(c[1]), high(c[1]), low(c[2]), high(c[2]), low(c[0]), high(c[0]));
+  drop.active = true;
+  drop.threshold = static_cast<uint64_t>(std::floor(p * 0x1p+32));
+  drop.scale = p < 1.0 ? static_cast<float>(1.0 / (1.0 - p)) : 0.0f;
+  drop.key[0] = key.w[0];
+  drop.key[1] = key.w[1];
+  drop.first_sample = low(c[3]);
+  drop.first_head = low(c[4]);
+  return drop;
+}
 
 // What forward and backward have in common. The tensors must outlive the problem.
 struct Call {
@@ -179,6 +208,7 @@ Call call_of(const char* where, const at::Tensor& q, const at::Tensor& k, const 
     }
     p.sequences.push_back(s);
   }
+  p.dropout = dropout_of(name, settings, count, p.heads);
   p.sinks = nullptr;
   if (sinks) {
     require_dense(*sinks, 1, name + "sinks");
@@ -194,15 +224,13 @@ Call call_of(const char* where, const at::Tensor& q, const at::Tensor& k, const 
 
 using Tensors = std::vector<at::Tensor>;
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                         const at::Tensor& cu_q, const at::Tensor& k_extent,
-                                                         const std::optional<at::Tensor>& block_table,
-                                                         const std::optional<at::Tensor>& sinks,
-                                                         const std::vector<int64_t>& head_offsets, double scale,
-                                                         double cap, bool causal, int64_t window,
-                                                         const std::string& path) {
-  const Call call =
-      call_of("attention", q, k, v, cu_q, k_extent, block_table, sinks, {head_offsets, scale, cap, causal, window});
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_q, const at::Tensor& k_extent,
+    const std::optional<at::Tensor>& block_table, const std::optional<at::Tensor>& sinks,
+    const std::vector<int64_t>& head_offsets, double scale, double cap, bool causal, int64_t window, double dropout,
+    const std::vector<int64_t>& coordinates, const std::string& path) {
+  const Call call = call_of("attention", q, k, v, cu_q, k_extent, block_table, sinks,
+                            {head_offsets, scale, cap, causal, window, dropout, coordinates});
   const tbik::GemmKernels& gemm = tbik::find_path(path, DType::kFloat32);
   const at::Tensor out = at::empty({call.tokens, call.problem.heads, call.problem.dim}, q.options());
   const auto fp32 = at::TensorOptions().dtype(at::kFloat);
@@ -217,9 +245,10 @@ Tensors attention_backward(const at::Tensor& grad_out, const at::Tensor& q, cons
                            const at::Tensor& out, const at::Tensor& m, const at::Tensor& l, const at::Tensor& cu_q,
                            const at::Tensor& cu_k, const std::optional<at::Tensor>& sinks,
                            const std::vector<int64_t>& head_offsets, double scale, double cap, bool causal,
-                           int64_t window, const std::vector<tbik::Schedule>& programs, const std::string& path) {
+                           int64_t window, const std::vector<tbik::Schedule>& programs, double dropout,
+                           const std::vector<int64_t>& coordinates, const std::string& path) {
   const Call call = call_of("attention_backward", q, k, v, cu_q, cu_k, std::nullopt, sinks,
-                            {head_offsets, scale, cap, causal, window});
+                            {head_offsets, scale, cap, causal, window, dropout, coordinates});
   const tbik::AttentionProblem& p = call.problem;
   const std::string name = "attention_backward: ";
   for (const at::Tensor* x : {&grad_out, &out}) {
@@ -330,11 +359,13 @@ void bind_attention(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   m.def("attention", attention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_q"), py::arg("k_extent"),
         py::arg("block_table"), py::arg("sinks"), py::arg("head_offsets"), py::arg("scale"), py::arg("cap"),
-        py::arg("causal"), py::arg("window"), py::arg("path") = "", Release());
+        py::arg("causal"), py::arg("window"), py::arg("dropout") = 0.0, py::arg("coordinates") = std::vector<int64_t>(),
+        py::arg("path") = "", Release());
   m.def("attention_backward", attention_backward, py::arg("grad_out"), py::arg("q"), py::arg("k"), py::arg("v"),
         py::arg("out"), py::arg("m"), py::arg("l"), py::arg("cu_q"), py::arg("cu_k"), py::arg("sinks"),
         py::arg("head_offsets"), py::arg("scale"), py::arg("cap"), py::arg("causal"), py::arg("window"),
-        py::arg("programs"), py::arg("path") = "", Release());
+        py::arg("programs"), py::arg("dropout") = 0.0, py::arg("coordinates") = std::vector<int64_t>(),
+        py::arg("path") = "", Release());
   m.def("store_kv", store_kv, py::arg("k"), py::arg("v"), py::arg("key_cache"), py::arg("value_cache"),
         py::arg("slot_mapping"), Release());
 }

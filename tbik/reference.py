@@ -1044,12 +1044,18 @@ def live_keys(query: int, num_queries: int, num_keys: int, masking: Masking) -> 
 
 @plain_arithmetic()
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, masking: Masking, heads_per_kv: Sequence[int], sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masking: Masking,
+    heads_per_kv: Sequence[int],
+    sinks: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> AttentionState:
     """out = acc / total, blocks of 64 keys in ascending position, only live keys (K1, K2).
 
-    q [T, H, D], k and v [S, G, D] bf16, fp16 or fp32; heads_per_kv: G numbers that add up to H; sinks [H].
-    Batch-invariant by construction: every query is computed alone.
+    q [T, H, D], k and v [S, G, D] bf16, fp16 or fp32; heads_per_kv: G numbers that add up to H; sinks [H];
+    keep [T, H, S]: `attention_keep`. Batch-invariant by construction: every query is computed alone.
     """
     kv_head = [g for g, count in enumerate(heads_per_kv) for _ in range(count)]
     out = torch.empty(q.shape)
@@ -1057,7 +1063,9 @@ def attention(
     for t, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
         live = live_keys(t, q.shape[0], k.shape[0], masking)
         sink = torch.tensor(float("-inf")) if sinks is None else sinks[h].float()
-        sums, total[t, h], m[t, h] = _attend(q[t, h], k[:, kv_head[h]], v[:, kv_head[h]], live, masking, sink)
+        sums, total[t, h], m[t, h] = _attend(
+            q[t, h], k[:, kv_head[h]], v[:, kv_head[h]], live, masking, sink, None if keep is None else keep[t, h]
+        )
         out[t, h] = sums / total[t, h]
     rounded = _cast(out, q.dtype)
     rest = _cast(out - rounded.float(), q.dtype)
@@ -1065,7 +1073,13 @@ def attention(
 
 
 def _attend(
-    q_D: Tensor, k_SD: Tensor, v_SD: Tensor, live: range, masking: Masking, sink: Tensor
+    q_D: Tensor,
+    k_SD: Tensor,
+    v_SD: Tensor,
+    live: range,
+    masking: Masking,
+    sink: Tensor,
+    keep_S: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(acc [D], total, m) of one query: a sink is there before the first block, with a value of zero."""
     m, acc = sink, torch.zeros(q_D.shape)
@@ -1074,11 +1088,35 @@ def _attend(
         scores, _ = _scores(q_D[None], k_SD[keys], masking)
         m_new = _maximum(m, row_max(scores)[0])
         p, factor = exp(scores - m_new), exp(m - m_new)
-        ones = torch.ones(p.shape[1], 1)
-        sums = chain(p, torch.cat([v_SD[keys].float(), ones], dim=1).T)[0]
-        acc, total = acc * factor + sums[:-1], total * factor + sums[-1]
+        used = p if keep_S is None else _kept(p, keep_S[keys])
+        acc = acc * factor + chain(used, v_SD[keys].float().T)[0]
+        total = total * factor + chain(p, torch.ones(1, p.shape[1]))[0, 0]
         m = m_new
     return acc, total, m
+
+
+def _kept(x: Tensor, keep: Tensor) -> Tensor:
+    """x * keep where kept, +0 where dropped (K5)."""
+    return torch.where(keep > 0, x * keep, torch.zeros_like(x))
+
+
+def attention_keep(
+    shape: tuple[int, int, int], p: float, seed: int, step: int, name_key: int, sample: int = 0, first_head: int = 0
+) -> Tensor:
+    """[T, H, S]: fp32(1 / (1 - p)) where the word of (key, query position, sample, 1 + head) is >= floor(p 2^32) (K5).
+
+    shape: T queries, H query heads, S keys of the one sequence, whose global number is `sample`. Layout-invariant.
+    """
+    queries, _, keys = shape
+    mask = 2**32 - 1
+    key = philox([step & mask, step >> 32, name_key & mask, name_key >> 32], [seed & mask, seed >> 32])[:2]
+    scale = torch.tensor(1.0 / (1.0 - p) if p < 1 else 0.0, dtype=torch.float64).to(torch.float32)
+    keep = torch.zeros(shape)
+    first = max(0, keys - queries)
+    for t, h, s in itertools.product(*map(range, shape)):
+        word = philox([s // 4, first + t, sample, 1 + first_head + h], key)[s % 4]
+        keep[t, h, s] = scale if word >= math.floor(p * 2**32) else 0.0
+    return keep
 
 
 def _scores(q_TD: Tensor, k_SD: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
@@ -1116,6 +1154,7 @@ def attention_backward(
     masking: Masking,
     heads_per_kv: Sequence[int],
     sinks: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> AttentionGradients:
     """p = exp(s - m) (1 / total), dS = p (dP - D) ... scale; dQ over key blocks, dK and dV over query blocks (K3).
 
@@ -1136,7 +1175,11 @@ def attention_backward(
         weight = 1.0 / state.total[:, h, None]
         s, t_cap = _scores(q_h, k_h, masking)
         p = exp(s - state.m[:, h, None]) * weight
-        ds = p * (chain(do_h, v_h) - mean[:, h, None])
+        dp = chain(do_h, v_h)
+        used = p
+        if keep is not None:
+            dp, used = _kept(dp, keep[:, h]), _kept(p, keep[:, h])
+        ds = p * (dp - mean[:, h, None])
         if masking.softcap:
             ds = ds * (1.0 - t_cap * t_cap)
         ds = ds * torch.full((), masking.scale)
@@ -1151,7 +1194,7 @@ def attention_backward(
             for block in _blocks(positions, QUERIES_PER_BLOCK):
                 rows = slice(block.start - first, block.stop - first)
                 dk[key, h] = dk[key, h] + chain(ds[None, rows, key], q_h[rows].T)[0]
-                dv[key, h] = dv[key, h] + chain(p[None, rows, key], do_h[rows].T)[0]
+                dv[key, h] = dv[key, h] + chain(used[None, rows, key], do_h[rows].T)[0]
         if sinks is not None:
             p_sink = exp(sinks[h].float() - state.m[:, h]) * weight[:, 0]
             d_sinks[:, h] = torch.where(sinks[h] == float("-inf"), 0.0, p_sink * (0.0 - mean[:, h]))

@@ -73,6 +73,7 @@ def kernel(path: str, x: Inputs, options: dict[str, Any], sharing: Sequence[int]
         m.softcap,
         m.causal,
         m.window,
+        *options.get("drop", (0.0, [])),
         path,
     )
     return result
@@ -86,7 +87,7 @@ def kernel_backward(
     programs = [_C.run_schedule(0, n, n, True) for n in sharing]
     result: list[Tensor] = _C.attention_backward(
         grad, *x, *state[:3], cu(len(x.q)), cu(len(x.k)), options.get("sinks"), offsets, m.scale, m.softcap, m.causal,
-        m.window, programs, path,
+        m.window, programs, *options.get("drop", (0.0, [])), path,
     )  # fmt: skip
     return result
 
@@ -118,6 +119,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         "softcap": draw(st.sampled_from([None, None, 2.5])),
         "scale": draw(st.sampled_from([None, 0.7])),
         "sinks": draw(st.sampled_from([None, None, 0.5, float("-inf")])),
+        "drop": draw(st.sampled_from([None, None, 0.3, 1.0])),
         "special": draw(st.sampled_from([None, None, None, None, float("inf"), float("nan")])),
         "seed": draw(st.integers(0, 1000)),
     }
@@ -141,8 +143,13 @@ def test_verify_attention_equals_reference(problem: dict[str, Any]) -> None:
         sinks = torch.full((heads,), float("-inf"))
     options["sinks"] = sinks
     rule = masking(dim, **options)
-    expected = reference.attention(*x, rule, problem["sharing"], sinks)
-    back = reference.attention_backward(grad, *x, expected, rule, problem["sharing"], sinks)
+    keep = None
+    if problem["drop"] is not None:
+        coordinates = [seed, 2**40 + seed, 2**50 + 7, seed, 3]
+        options["drop"] = (problem["drop"], coordinates)
+        keep = reference.attention_keep((problem["queries"], heads, keys), problem["drop"], *coordinates)
+    expected = reference.attention(*x, rule, problem["sharing"], sinks, keep)
+    back = reference.attention_backward(grad, *x, expected, rule, problem["sharing"], sinks, keep)
     dk, dv = (reference.fold_heads(t, problem["sharing"]) for t in (back.dk_heads, back.dv_heads))
     for path in PATHS:
         state = kernel(path, x, options, problem["sharing"])
@@ -457,6 +464,61 @@ def test_verify_zero_length_sequences() -> None:
     assert_bitwise_equal(dv, torch.zeros_like(dv), "dv without queries")
 
 
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+DROP = ops.AttentionDropout(0.2, seed=5, step=7, name="layers.0.attention", first_sample=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_verify_dropout_ignores_packing_and_heads(dtype: torch.dtype) -> None:
+    """Packed = alone = micro-batches at another first_sample; one head of four at first_head; chunks of queries."""
+    lengths = (65, 0, 130, 33)
+    x = inputs(sum(lengths), sum(lengths), 4, 2, 16, dtype, 22)
+    grad = wide_exponents(x.q.shape, dtype, 5, spread=8)
+    packed = gradients(ops.attention, x, grad, cu_q=cu(*lengths), dropout=DROP)
+    for sample, (lo, hi) in enumerate(itertools.pairwise(cu(*lengths).tolist())):
+        part, rows = Inputs(*(t[lo:hi] for t in x)), grad[lo:hi]
+        alone = DROP._replace(first_sample=DROP.first_sample + sample)
+        for name, one, all_of_them in zip(
+            ("out", "dq", "dk", "dv"), gradients(ops.attention, part, rows, dropout=alone), packed
+        ):
+            assert_bitwise_equal(one, all_of_them[lo:hi], f"{name} of sample {sample}")
+        for h in range(4):
+            head = Inputs(part.q[:, h : h + 1], *(t[:, h // 2 : h // 2 + 1] for t in part[1:]))
+            out, dq, _, _ = gradients(ops.attention, head, rows[:, h : h + 1], dropout=alone._replace(first_head=h))
+            assert_bitwise_equal(out, packed[0][lo:hi, h : h + 1], f"head {h} of sample {sample}")
+            assert_bitwise_equal(dq, packed[1][lo:hi, h : h + 1], f"dq of head {h} of sample {sample}")
+        if hi > lo:
+            few = ops.attention(part.q[-1:], *part[1:], cu(1), cu(hi - lo), dropout=alone)
+            assert_bitwise_equal(few, packed[0][hi - 1 : hi], f"last query of sample {sample}")
+
+
+def test_verify_dropout_depends_on_every_coordinate() -> None:
+    x = inputs(40, 40, 2, 1, 16, torch.bfloat16, 23)
+    out = ops.attention(*x, dropout=DROP)
+    assert torch.equal(out, ops.attention(*x, dropout=DROP))
+    changes = (
+        {"seed": 6},
+        {"step": 8},
+        {"name": "layers.1.attention"},
+        {"first_sample": 4},
+        {"first_head": 1},
+        {"p": 0.0},
+    )
+    for change in changes:
+        assert not torch.equal(out, ops.attention(*x, dropout=DROP._replace(**change))), change
+    assert_bitwise_equal(ops.attention(*x, dropout=DROP._replace(p=0.0)), ops.attention(*x), "p = 0")
+
+
+def test_validate_dropout_keeps_its_share() -> None:
+    """Equal scores and v = 1: out is (kept pairs / all pairs) / (1 - p); 128 * 2048 pairs, five standard deviations."""
+    q, k = torch.zeros(128, 1, 16), torch.zeros(2048, 1, 16)
+    for p in (0.1, 0.5):
+        out = ops.attention(q, k, torch.ones(k.shape), cu(128), cu(2048), causal=False, dropout=DROP._replace(p=p))
+        share = out[:, 0, 0].double().mean().item() * (1 - p)
+        assert abs(share - (1 - p)) < 5 * (p * (1 - p) / (128 * 2048)) ** 0.5
+
+
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -564,13 +626,15 @@ def test_corroborate_softcap_window_and_sinks() -> None:
 def test_verify_opcheck() -> None:
     x = inputs(20, 20, 4, 2, 8, torch.bfloat16, 91)
     options = (0.3, 0.0, True, 0)
+    drop = (0.25, [1, 2, 3, 4, 5])
     sinks = torch.zeros(4)
     leaves = [t.clone().requires_grad_() for t in (*x, sinks)]
     starts = cu(12, 8)
-    torch.library.opcheck(module._attention, (*leaves[:3], starts, starts, leaves[3], [0, 2, 4], *options, False, True))
-    state = module._attention(*x, starts, starts, sinks, [0, 2, 4], *options, False, True)
+    tail = ([0, 2, 4], *options, False, True, *drop)
+    torch.library.opcheck(module._attention, (*leaves[:3], starts, starts, leaves[3], *tail))
+    state = module._attention(*x, starts, starts, sinks, *tail)
     runs = [2, 0, 2, 2, 0, 2]
-    torch.library.opcheck(module._attention_backward, (x.q, *x, *state, starts, starts, sinks, runs, *options))
+    torch.library.opcheck(module._attention_backward, (x.q, *x, *state, starts, starts, sinks, runs, *options, *drop))
     torch.library.opcheck(module._round, (state[1], torch.bfloat16))
     torch.library.opcheck(module._sinks_grad, (state[1], starts, False))
     cache = paged([x], 8)
@@ -580,14 +644,15 @@ def test_verify_opcheck() -> None:
 
 
 @pytest.mark.slow
-def test_verify_compiled_equals_eager() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_verify_compiled_equals_eager(backend: str) -> None:
     x = inputs(40, 40, 4, 2, 16, torch.bfloat16, 92)
     grad = torch.randn(x.q.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(q, k, v, window=30, softcap=4.0)
+        return ops.attention(q, k, v, window=30, softcap=4.0, dropout=DROP)
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
     for got, wanted in zip(gradients(compiled, x, grad), gradients(function, x, grad)):
         assert_bitwise_equal(got, wanted, "compiled")
 
@@ -631,7 +696,11 @@ def _bad_calls() -> dict[str, Callable[[], Any]]:
         "softcap": lambda: ops.attention(q, k, v, softcap=-1.0),
         "scale": lambda: ops.attention(q, k, v, scale=float("nan")),
         "causal": lambda: ops.attention(q, k, v, causal=None),  # type: ignore[arg-type]
-        "dropout": lambda: ops.attention(q, k, v, dropout=0.1),
+        "dropout": lambda: ops.attention(q, k, v, dropout=0.1),  # type: ignore[arg-type]
+        "dropout of 2": lambda: ops.attention(q, k, v, dropout=DROP._replace(p=2.0)),
+        "dropout without a name": lambda: ops.attention(q, k, v, dropout=DROP._replace(name="")),
+        "dropout of sample -1": lambda: ops.attention(q, k, v, dropout=DROP._replace(first_sample=-1)),
+        "dropout beyond the samples": lambda: ops.attention(q, k, v, dropout=DROP._replace(first_sample=2**32)),
         "sinks": lambda: ops.attention(q, k, v, sinks=torch.zeros(3)),
         "sinks of integers": lambda: ops.attention(q, k, v, sinks=torch.zeros(4, dtype=torch.int64)),
         "cu_q of floats": lambda: ops.attention(q, k, v, torch.tensor([0.0, 6.0])),

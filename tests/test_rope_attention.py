@@ -45,18 +45,19 @@ def run(x: dict[str, Tensor], starts: Tensor | None, normed: bool, **options: An
     return {"out": out.detach(), **dict(zip(leaves, grads))}
 
 
+@pytest.mark.parametrize("dropout", [None, ops.AttentionDropout(0.3, seed=1, step=2, name="attention")])
 @pytest.mark.parametrize("normed", [False, True])
-def test_verify_equals_the_separate_operators(normed: bool) -> None:
+def test_verify_equals_the_separate_operators(normed: bool, dropout: ops.AttentionDropout | None) -> None:
     """Forward: rms_norm, rope, attention one after the other. Backward: their fp32 formulas, one rounding."""
     x = problem(75)
-    actual = run(x, None, normed)
+    actual = run(x, None, normed, dropout=dropout)
     sin, cos = x["sin"], x["cos"]
     q, k = (rms_norm(x[n], x[f"{n}_norm"], 1e-6) if normed else x[n] for n in ("q", "k"))
     q, k = rope(q, sin, cos), rope(k, sin, cos)
     sinks = x["sinks"] if normed else None
-    state = ops.attention_forward(q, k, x["v"], sinks=sinks)
+    state = ops.attention_forward(q, k, x["v"], sinks=sinks, dropout=dropout)
     assert_bitwise_equal(actual["out"], state[0], "out")
-    wide = ops.attention_backward(x["grad"], q, k, x["v"], state, sinks=sinks)
+    wide = ops.attention_backward(x["grad"], q, k, x["v"], state, sinks=sinks, dropout=dropout)
     assert_bitwise_equal(actual["v"], reference.epilogue(wide.dv, out_dtype=torch.bfloat16), "dv")
     for name, dy in (("q", wide.dq), ("k", wide.dk)):
         dy = rope_backward_f32(dy, sin, cos)
@@ -123,7 +124,7 @@ def test_verify_opcheck_and_compiled() -> None:
     torch.library.opcheck(
         torch.ops.tbik.rope_attention.default,
         (q, k, v, x["sin"], x["cos"], cu(15, 5), q_norm, k_norm, 1e-6, False, False, sinks, [0, 2, 4], 0.25, 0.0, True,
-         0, False, True),
+         0, False, True, 0.5, [1, 2, 3, 4, 5]),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from tbik.ops.activation import gelu, gelu_and_mul, silu, silu_and_mul
 from tbik.ops.attention import (
+    AttentionDropout,
     AttentionState,
     HeadRun,
     attention,
@@ -23,6 +24,7 @@ from tbik.ops.rope_attention import rope_attention
 from tbik.ops.softmax import log_softmax, softmax
 
 __all__ = [
+    "AttentionDropout",
     "AttentionState",
     "HeadRun",
     "PackedWeight",

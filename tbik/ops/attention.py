@@ -25,7 +25,8 @@ from torch.autograd import forward_ad
 
 from tbik import _C
 from tbik.errors import PlanError
-from tbik.ops.linear import bias_grad
+from tbik.ops.dropout import LIMIT, name_key
+from tbik.ops.linear import _is_int, bias_grad
 from tbik.plan import TreePlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,6 +51,22 @@ class Mask(NamedTuple):
     window: int
 
 
+class AttentionDropout(NamedTuple):
+    """Which pairs of query and key are dropped (K5): a function of these and of sample, positions and head.
+
+    p: probability to drop, within [0, 1]. seed, step: integers within [0, 2^63). name: the module's.
+    first_sample: global number of the first sequence. first_head: number of the first query head, on a rank that
+    holds some of them.
+    """
+
+    p: float
+    seed: int
+    step: int
+    name: str
+    first_sample: int = 0
+    first_head: int = 0
+
+
 # --- public functions: every refusal that does not need the numbers happens here ------------------------------------
 
 
@@ -66,7 +83,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     sharing: Sequence[HeadRun] | None = None,
-    dropout: float = 0.0,
+    dropout: AttentionDropout | None = None,
     plan: TreePlan | None = None,
 ) -> Tensor:
     """out[t, h] = sum over live keys of p v / sum of p: packed sequences that do not see each other (K1, K2).
@@ -78,7 +95,8 @@ def attention(
     window: it sees the last `window` of them, its own included (and as many to the right if not causal).
     softcap: s = softcap tanh(s / softcap). sinks [H]: exp(sink - max) enters the sum of exponentials.
     sharing: the query heads that use each KV head; H / G heads each by default.
-    dropout: refused unless 0, no kernel yet. plan: grad_wire_dtype of dsinks; TreePlan() by default.
+    dropout: K5; the sum of exponentials takes every pair, the values the kept ones. plan: grad_wire_dtype of dsinks;
+    TreePlan() by default.
 
     Gradients: dq, dk, dv rounded once to the inputs' dtype, dsinks by sample leaves (a sequence is a sample) in fp32
     (K3). Where `sharing` holds a part of a KV head's query heads, dk and dv are parts too: refused, use
@@ -88,8 +106,7 @@ def attention(
     where = "ops.attention"
     mask = _require_mask(where, q, scale, causal, window, softcap)
     runs = _require_packed(where, q, k, v, cu_q, cu_k, sinks, sharing)
-    if not isinstance(dropout, (int, float)) or dropout != 0.0:
-        raise PlanError(f"{where}: dropout {dropout!r} has no kernel yet (K5); expected 0.0")
+    drop = _require_dropout(where, dropout)
     partial = [run for run in runs if run.hi - run.lo != run.size]
     if partial and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise PlanError(
@@ -101,7 +118,7 @@ def attention(
     offsets = _head_offsets(runs)
     wire = plan.grad_wire_dtype == "bfloat16" if plan is not None else False
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
-    out: Tensor = _attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, wire, train)[0]
+    out: Tensor = _attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, wire, train, *drop)[0]
     return out
 
 
@@ -130,6 +147,7 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     sharing: Sequence[HeadRun] | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> AttentionState:
     """`attention` with what its backward needs; no autograd.
 
@@ -140,8 +158,10 @@ def attention_forward(
     runs = _require_packed(where, q, k, v, cu_q, cu_k, sinks, sharing)
     starts_q = _whole(q) if cu_q is None else cu_q
     starts_k = (_whole(k) if cu_q is None else cu_q) if cu_k is None else cu_k
+    offsets = _head_offsets(runs)
+    drop = _require_dropout(where, dropout)
     with torch.no_grad():
-        return AttentionState(*_attention(q, k, v, starts_q, starts_k, sinks, _head_offsets(runs), *mask, False, True))
+        return AttentionState(*_attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, False, True, *drop))
 
 
 class Gradients(NamedTuple):
@@ -168,6 +188,7 @@ def attention_backward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     sharing: Sequence[HeadRun] | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Gradients:
     """The gradients of `attention_forward` in fp32, before any rounding (K3); no autograd.
 
@@ -192,8 +213,9 @@ def attention_backward(
     starts_q = _whole(q) if cu_q is None else cu_q
     starts_k = (_whole(k) if cu_q is None else cu_q) if cu_k is None else cu_k
     flat = [number for run in runs for number in run]
+    drop = _require_dropout(where, dropout)
     with torch.no_grad():
-        dq, dk, dv, rows = _attention_backward(grad_out, q, k, v, *state, starts_q, starts_k, sinks, flat, *mask)
+        dq, dk, dv, rows = _attention_backward(grad_out, q, k, v, *state, starts_q, starts_k, sinks, flat, *mask, *drop)
     return Gradients(dq, dk, dv, rows if sinks is not None else None)
 
 
@@ -264,6 +286,7 @@ def store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_
 # head_offsets [G + 1]: KV head g serves the query heads [head_offsets[g], head_offsets[g + 1]).
 
 _LIBRARY = torch.library.Library("tbik", "FRAGMENT")  # type: ignore[no-untyped-call]
+_DROPOUT = "float dropout, int[] coordinates"  # p; seed, step, name, first sample, first head
 _MASK = "float scale, float softcap, bool causal, int window"
 
 
@@ -287,7 +310,7 @@ def _fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @_operator(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor? sinks, int[] head_offsets, "
-    f"{_MASK}, bool narrow_sinks, bool train) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_MASK}, bool narrow_sinks, bool train, {_DROPOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention(
     q: Tensor,
@@ -303,14 +326,17 @@ def _attention(
     window: int,
     narrow_sinks: bool,
     train: bool,
+    dropout: float,
+    coordinates: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     splits = train and q.dtype != torch.float32
     dtype = q.dtype
     if splits:  # fp32 operands have the same bits and leave the output unrounded
         q, k, v = q.float(), k.float(), v.float()
     out, m, total = _refusing(
-        _C.attention, q, k, v, cu_q, cu_k, None, sinks, head_offsets, scale, softcap, causal, window
-    )
+        _C.attention, q, k, v, cu_q, cu_k, None, sinks, head_offsets, scale, softcap, causal, window, dropout,
+        coordinates,
+    )  # fmt: skip
     if not splits:
         return out, m, total, out.new_empty(0)
     rounded = _C.fold([out], _inputs(1), out_dtype=dtype)
@@ -323,13 +349,13 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require_one_device(q, k, v, sinks)
     row = q.new_empty(q.shape[:2], dtype=torch.float32)
-    rest = q.new_empty(q.shape if options[-1] and q.dtype != torch.float32 else 0)
+    rest = q.new_empty(q.shape if options[-3] and q.dtype != torch.float32 else 0)
     return q.new_empty(q.shape), row, torch.empty_like(row), rest
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_q, cu_k, sinks, ctx.head_offsets, *mask, ctx.narrow_sinks, _ = inputs
-    ctx.mask = mask
+    q, k, v, cu_q, cu_k, sinks, ctx.head_offsets, *mask, ctx.narrow_sinks, _, dropout, coordinates = inputs
+    ctx.mask = (*mask, dropout, coordinates)  # as the backward takes them
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, cu_q, cu_k, sinks, *output)
 
@@ -341,7 +367,7 @@ def _attention_grad(ctx: Any, grad_out: Tensor, *unused: Tensor) -> tuple[Any, .
     dq, dk, dv, rows = _attention_backward(grad_out, q, k, v, *state, cu_q, cu_k, sinks, flat, *ctx.mask)
     dsinks = _sinks_grad(rows, cu_q, ctx.narrow_sinks) if sinks is not None and ctx.needs_input_grad[5] else None
     dq, dk, dv = _round(dq, q.dtype), _round(dk, k.dtype), _round(dv, v.dtype)
-    return dq, dk, dv, None, None, dsinks, None, None, None, None, None, None, None
+    return dq, dk, dv, None, None, dsinks, *(None,) * 9
 
 
 torch.library.register_autograd(_attention, _attention_grad, setup_context=_attention_setup, lib=_LIBRARY)
@@ -350,7 +376,7 @@ torch.library.register_autograd(_attention, _attention_grad, setup_context=_atte
 @_operator(
     "attention_backward",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor m, Tensor total, Tensor rest, Tensor cu_q, "
-    f"Tensor cu_k, Tensor? sinks, int[] runs, {_MASK}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor cu_k, Tensor? sinks, int[] runs, {_MASK}, {_DROPOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
     grad_out: Tensor,
@@ -369,6 +395,8 @@ def _attention_backward(
     softcap: float,
     causal: bool,
     window: int,
+    dropout: float,
+    coordinates: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if rest.numel():
         out = _C.fold([out, rest], _inputs(2), out_dtype=torch.float32)
@@ -377,7 +405,7 @@ def _attention_backward(
     offsets = _head_offsets(head_runs)
     result = _refusing(
         _C.attention_backward, grad_out, q, k, v, out, m, total, cu_q, cu_k, sinks, offsets, scale, softcap,
-        causal, window, programs,
+        causal, window, programs, dropout, coordinates,
     )  # fmt: skip
     dq, dk, dv, *rows = result
     return dq, dk, dv, rows[0] if rows else m.new_empty((0, 0))
@@ -589,6 +617,23 @@ def _require_mask(
             raise PlanError(f"{where}: {name} is a finite number{' > 0' if name == 'softcap' else ''}, got {value!r}")
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
     return Mask(factor, 0.0 if softcap is None else float(softcap), causal, 0 if window is None else window)
+
+
+def _require_dropout(where: str, dropout: AttentionDropout | None) -> tuple[float, list[int]]:
+    if dropout is None:
+        return 0.0, []
+    if not isinstance(dropout, AttentionDropout):
+        raise PlanError(f"{where}: dropout is an ops.AttentionDropout(p, seed, step, name) or None, got {dropout!r}")
+    p, seed, step, name, first_sample, first_head = dropout
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        raise PlanError(f"{where}: the p of dropout is a number within [0, 1], got {p!r}")
+    if not isinstance(name, str) or not name:
+        raise PlanError(f"{where}: the name of dropout is the module's name, a non-empty string, got {name!r}")
+    integers = {"seed": seed, "step": step, "first_sample": first_sample, "first_head": first_head}
+    for what, value in integers.items():
+        if not _is_int(value) or not 0 <= value < LIMIT:
+            raise PlanError(f"{where}: the {what} of dropout is an integer within [0, 2^63), got {value!r}")
+    return float(p), [seed, step, name_key(name), first_sample, first_head]
 
 
 def _require_packed(

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from tbik.errors import PlanError
 from tbik.ops.attention import (
+    _DROPOUT,
     _MASK,
+    AttentionDropout,
     _attention,
     _attention_backward,
     _fake,
     _head_offsets,
     _operator,
     _refuser,
+    _require_dropout,
     _require_mask,
     _require_packed,
     _round,
@@ -56,13 +59,14 @@ def rope_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
     plan: TreePlan | None = None,
 ) -> Tensor:
     """out = attention(rope(rms_norm(q)), rope(rms_norm(k)), v), every intermediate cast to q's dtype as if alone.
 
     q [T, H, D], k and v [T, G, D]; sin, cos fp32 [T, R/2], the rows of each token's position; cu [B + 1]: rows where
         sequences begin, one by default. q_norm, k_norm [D] or None: per-head norms with eps, offset: 1 + w.
-    The rest as in ops.attention.
+    The rest as in ops.attention, dropout too.
 
     Gradients: dq and dk stay in fp32 through rope and norm and are rounded once, dv once; dq_norm, dk_norm and dsinks
     in fp32 by sample leaves (a sequence is a sample; inside it the tree over heads, S1). The tables get none.
@@ -71,6 +75,7 @@ def rope_attention(
     where = "ops.rope_attention"
     mask = _require_mask(where, q, scale, causal, window, softcap)
     runs = _require_packed(where, q, k, v, cu, cu, sinks, None)
+    drop = _require_dropout(where, dropout)
     if q.shape[0] != k.shape[0]:
         raise PlanError(f"{where}: expected k of the {q.shape[0]} tokens of q, got {k.shape[0]}")
     for name, table in (("sin", sin), ("cos", cos)):
@@ -87,7 +92,23 @@ def rope_attention(
     leaves = (q, k, v, q_norm, k_norm, sinks)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
     out: Tensor = _rope_attention(
-        q, k, v, sin, cos, starts, q_norm, k_norm, float(eps), offset, interleaved, sinks, offsets, *mask, wire, train
+        q,
+        k,
+        v,
+        sin,
+        cos,
+        starts,
+        q_norm,
+        k_norm,
+        float(eps),
+        offset,
+        interleaved,
+        sinks,
+        offsets,
+        *mask,
+        wire,
+        train,
+        *drop,
     )[0]
     return out
 
@@ -95,7 +116,8 @@ def rope_attention(
 @_operator(
     "rope_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor sin, Tensor cos, Tensor cu, Tensor? q_norm, Tensor? k_norm, float eps, "
-    f"bool offset, bool interleaved, Tensor? sinks, int[] head_offsets, {_MASK}, bool narrow, bool train) "
+    f"bool offset, bool interleaved, Tensor? sinks, int[] head_offsets, {_MASK}, bool narrow, bool train, "
+    f"{_DROPOUT}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _rope_attention(
@@ -118,25 +140,29 @@ def _rope_attention(
     window: int,
     narrow: bool,
     train: bool,
+    dropout: float,
+    coordinates: list[int],
 ) -> tuple[Tensor, ...]:
     turned = []
     for x, w in ((q, q_norm), (k, k_norm)):
         y = x if w is None else rms_norm(x, w, eps, offset=offset, heads=True)
         turned.append(rope(y, sin, cos, interleaved=interleaved))
-    state = _attention(*turned, v, cu, cu, sinks, head_offsets, scale, softcap, causal, window, narrow, train)
+    mask = (scale, softcap, causal, window)
+    state = _attention(*turned, v, cu, cu, sinks, head_offsets, *mask, narrow, train, dropout, coordinates)
     return (*state, *turned)
 
 
 @_fake(_rope_attention)
 def _rope_attention_fake(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, ...]:
     row = q.new_empty(q.shape[:2], dtype=torch.float32)
-    rest = q.new_empty(q.shape if options[-1] and q.dtype != torch.float32 else 0)
+    rest = q.new_empty(q.shape if options[-3] and q.dtype != torch.float32 else 0)
     return q.new_empty(q.shape), row, torch.empty_like(row), rest, q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sin, cos, cu, q_norm, k_norm, eps, offset, interleaved, sinks, head_offsets, *mask, narrow, _ = inputs
-    ctx.settings = (eps, offset, interleaved, head_offsets, *mask, narrow)
+    *rest, narrow, _, dropout, coordinates = inputs
+    q, k, v, sin, cos, cu, q_norm, k_norm, eps, offset, interleaved, sinks, head_offsets, *mask = rest
+    ctx.settings = (eps, offset, interleaved, head_offsets, *mask, narrow, dropout, coordinates)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, sin, cos, cu, q_norm, k_norm, sinks, *output)
 
@@ -147,7 +173,7 @@ def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor) -> tuple[Any, ...]:
     q_norm, k_norm, sinks = tensors[6:9]
     return (
         dq, dk, dv, None, None, None, dq_norm if q_norm is not None else None, dk_norm if k_norm is not None else None,
-        None, None, None, dsinks if sinks is not None else None, None, None, None, None, None, None, None,
+        None, None, None, dsinks if sinks is not None else None, *(None,) * 9,
     )  # fmt: skip
 
 
@@ -158,7 +184,7 @@ torch.library.register_autograd(_rope_attention, _backward, setup_context=_setup
     "rope_attention_backward",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor sin, Tensor cos, Tensor cu, Tensor? q_norm, "
     "Tensor? k_norm, Tensor? sinks, Tensor out, Tensor m, Tensor total, Tensor rest, Tensor q_turned, Tensor k_turned, "
-    f"float eps, bool offset, bool interleaved, int[] head_offsets, {_MASK}, bool narrow) "
+    f"float eps, bool offset, bool interleaved, int[] head_offsets, {_MASK}, bool narrow, {_DROPOUT}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _rope_attention_backward(
@@ -187,12 +213,15 @@ def _rope_attention_backward(
     causal: bool,
     window: int,
     narrow: bool,
+    dropout: float,
+    coordinates: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = [hi - lo for lo, hi in itertools.pairwise(head_offsets)]
     flat = [number for size in sizes for number in (size, 0, size)]
     wide_q, wide_k, dv, rows = _attention_backward(
-        grad_out, q_turned, k_turned, v, out, m, total, rest, cu, cu, sinks, flat, scale, softcap, causal, window
-    )
+        grad_out, q_turned, k_turned, v, out, m, total, rest, cu, cu, sinks, flat, scale, softcap, causal, window,
+        dropout, coordinates,
+    )  # fmt: skip
     plan = TreePlan(grad_wire_dtype="bfloat16") if narrow else TreePlan()
     samples = cu.tolist()
     results = []
