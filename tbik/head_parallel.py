@@ -118,16 +118,17 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class HeadOptions(NamedTuple):
-    """What a layer's attention knows beside its tensors. scale None: D^-0.5; window None: all keys."""
+    """What a layer's attention knows beside its tensors. scale None: D^-0.5; window None: all keys; offset: 1 + w."""
 
     eps: float
     scale: float | None = None
     window: int | None = None
+    offset: bool = False
 
 
-def normed_and_turned(x: Tensor, norm: Tensor | None, sin: Tensor, cos: Tensor, eps: float) -> Tensor:
+def normed_and_turned(x: Tensor, norm: Tensor | None, sin: Tensor, cos: Tensor, options: HeadOptions) -> Tensor:
     """rope(rms_norm(x)) of x [T, H, D]; sin, cos [T, R/2]."""
-    y = x if norm is None else rms_norm(x, norm, eps, heads=True)
+    y = x if norm is None else rms_norm(x, norm, options.eps, offset=options.offset, heads=True)
     return rope(y, sin, cos)
 
 
@@ -171,8 +172,8 @@ class _HeadAttention(torch.autograd.Function):
         k_norm: Tensor | None,
     ) -> Tensor:
         ctx.heads, ctx.samples, ctx.options = heads, samples, options
-        turned_q = normed_and_turned(q, q_norm, sin, cos, options.eps)
-        turned_k = normed_and_turned(k, k_norm, sin, cos, options.eps)
+        turned_q = normed_and_turned(q, q_norm, sin, cos, options)
+        turned_k = normed_and_turned(k, k_norm, sin, cos, options)
         starts = torch.tensor(samples)
         state = attention_forward(
             turned_q, turned_k, v, starts, starts, scale=options.scale, window=options.window, sharing=heads.sharing
@@ -200,8 +201,8 @@ class _HeadAttention(torch.autograd.Function):
         )
         if heads.shared:
             dk, dv = torch.chunk(heads.join_kv(torch.cat([dk, dv])), 2)
-        dq, dq_norm = _input_gradient(heads, dq, q, q_norm, sin, cos, samples, options.eps, heads.query, heads.query)
-        dk, dk_norm = _input_gradient(heads, dk, k, k_norm, sin, cos, samples, options.eps, heads.own_kv, heads.kv)
+        dq, dq_norm = _input_gradient(heads, dq, q, q_norm, sin, cos, samples, options, heads.query, heads.query)
+        dk, dk_norm = _input_gradient(heads, dk, k, k_norm, sin, cos, samples, options, heads.own_kv, heads.kv)
         return None, None, None, dq, dk, _round(dv, v.dtype), None, None, dq_norm, dk_norm
 
 
@@ -213,7 +214,7 @@ def _input_gradient(
     sin: Tensor,
     cos: Tensor,
     samples: list[int],
-    eps: float,
+    options: HeadOptions,
     counted: Sequence[Run],
     held: Sequence[Run],
 ) -> tuple[Tensor, Tensor | None]:
@@ -221,5 +222,5 @@ def _input_gradient(
     if w is None:
         return rope_backward_f32(dy, sin, cos, out_dtype=x.dtype), None
     dy = rope_backward_f32(dy, sin, cos)
-    dw = heads.norm_grad(dy, x, eps, samples, counted, held[heads.rank])
-    return rms_norm_backward_f32(dy, x, w, eps, out_dtype=x.dtype), dw
+    dw = heads.norm_grad(dy, x, options.eps, samples, counted, held[heads.rank])
+    return rms_norm_backward_f32(dy, x, w, options.eps, offset=options.offset, out_dtype=x.dtype), dw

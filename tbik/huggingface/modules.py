@@ -14,7 +14,7 @@ Errors: PlanError. Bits: batch-invariant and layout-invariant (tests/test_parall
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Setting:
         layout: Layout,
         group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype | None,
-        frequencies: RopeFrequencies,
+        frequencies: Mapping[str, RopeFrequencies],
     ) -> None:
         self.shape, self.plan, self.layout, self.group = shape, plan, layout, group
         self.compute_dtype, self.frequencies = compute_dtype, frequencies
@@ -66,11 +66,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Pass:
-    """One call: its rows, the rope tables of their positions [R, D/2], the cache, and its live slots [B, longest]."""
+    """One call: its rows, per kind of rope the tables of their positions [R, D/2], the cache, its live slots."""
 
     rows: Rows
-    sin: Tensor
-    cos: Tensor
+    tables: Mapping[str, tuple[Tensor, Tensor]]
     cache: Cache | None
     slots: Tensor | None
     lengths: Tensor | None
@@ -83,12 +82,17 @@ class VocabEmbedding(torch.nn.Module):
     """x[r] = cast(W[ids[r]]): each rank holds rows of W [v, hidden] and adds -0.0 for the others (A8)."""
 
     def __init__(
-        self, setting: Setting, weight: torch.nn.Parameter, padding_idx: int | None, tied: bool = False
+        self,
+        setting: Setting,
+        weight: torch.nn.Parameter,
+        padding_idx: int | None,
+        tied: bool = False,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.setting, self.weight, self.padding_idx = setting, weight, padding_idx
         self.num_embeddings, self.embedding_dim = setting.shape.vocab, setting.shape.hidden
-        self.tied = tied
+        self.tied, self.scale = tied, scale
 
     def forward(self, ids: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
         setting = self.setting
@@ -102,10 +106,10 @@ class VocabEmbedding(torch.nn.Module):
             sample_offsets=sample_offsets,
             plan=setting.plan,
         )
-        if setting.size == 1:
-            return x
-        whole: Tensor = _AddRanks.apply(setting, x)  # type: ignore[no-untyped-call]
-        return whole
+        if setting.size > 1:
+            x = _AddRanks.apply(setting, x)  # type: ignore[no-untyped-call]
+        # Gemma's factor, rounded to the dtype of x as there: one product per element
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype)
 
     def extra_repr(self) -> str:
         first, end = self.setting.vocabulary.columns
@@ -218,15 +222,27 @@ class _GatherVocabulary(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """(y, h) = (rms_norm(h), h), h = cast(x + residual) (R2)."""
+    """(y, h) = (rms_norm(h), h), h = cast(x + residual) (R2). offset: 1 + w in place of w (Gemma)."""
 
-    def __init__(self, setting: Setting, weight: torch.nn.Parameter, eps: float) -> None:
+    def __init__(self, setting: Setting, weight: torch.nn.Parameter, eps: float, offset: bool = False) -> None:
         super().__init__()
-        self.setting, self.weight, self.eps = setting, weight, eps
+        self.setting, self.weight, self.eps, self.offset = setting, weight, eps, offset
 
     def forward(self, x: Tensor, residual: Tensor, sample_offsets: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         return ops.add_rms_norm(
-            x, residual, self.weight, self.eps, sample_offsets=sample_offsets, plan=self.setting.plan
+            x,
+            residual,
+            self.weight,
+            self.eps,
+            offset=self.offset,
+            sample_offsets=sample_offsets,
+            plan=self.setting.plan,
+        )
+
+    def alone(self, x: Tensor, sample_offsets: Sequence[int] | None) -> Tensor:
+        """rms_norm(x) (R1)."""
+        return ops.rms_norm(
+            x, self.weight, self.eps, offset=self.offset, sample_offsets=sample_offsets, plan=self.setting.plan
         )
 
     def extra_repr(self) -> str:
@@ -248,8 +264,10 @@ class Attention(torch.nn.Module):
         options: HeadOptions,
         q_norm: torch.nn.Parameter | None = None,
         k_norm: torch.nn.Parameter | None = None,
+        rope_kind: str = "",
     ) -> None:
         super().__init__()
+        self.rope_kind = rope_kind
         self.setting, self.layer_idx, self.options = setting, index, options
         self.qkv_proj, self.o_proj = qkv_proj, o_proj
         self.q_norm: torch.nn.Parameter | None
@@ -261,11 +279,12 @@ class Attention(torch.nn.Module):
         heads, dim, samples = self.setting.heads, self.setting.shape.head_dim, call.rows.samples
         q, k, v = (y.view(y.shape[0], -1, dim) for y in self.qkv_proj(x, samples))
         q_norm, k_norm = self.q_norm, self.k_norm
+        sin, cos = call.tables[self.rope_kind]
         if call.cache is None:
-            out = head_attention(heads, q, k, v, call.sin, call.cos, samples, self.options, q_norm, k_norm)
+            out = head_attention(heads, q, k, v, sin, cos, samples, self.options, q_norm, k_norm)
         else:
-            q = normed_and_turned(q, q_norm, call.sin, call.cos, self.options.eps)
-            k = normed_and_turned(k, k_norm, call.sin, call.cos, self.options.eps)
+            q = normed_and_turned(q, q_norm, sin, cos, self.options)
+            k = normed_and_turned(k, k_norm, sin, cos, self.options)
             out = self._with_cache(q, k, v, call, call.cache)
         y: Tensor = self.o_proj(out.reshape(out.shape[0], -1), samples)
         return y
@@ -306,15 +325,21 @@ def _token_pages(x_BGSD: Tensor) -> Tensor:
 
 
 class MLP(torch.nn.Module):
-    """down_proj(silu(gate) up)."""
+    """down_proj(f(gate) up); gated: ops.silu_and_mul or ops.gelu_and_mul."""
 
-    def __init__(self, gate_up_proj: ColumnParallelGroup, down_proj: RowParallelLinear) -> None:
+    def __init__(
+        self,
+        gate_up_proj: ColumnParallelGroup,
+        down_proj: RowParallelLinear,
+        gated: Callable[[Tensor, Tensor], Tensor] = ops.silu_and_mul,
+    ) -> None:
         super().__init__()
+        self.gated = gated
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int]) -> Tensor:
         gate, up = self.gate_up_proj(x, sample_offsets)
-        y: Tensor = self.down_proj(ops.silu_and_mul(gate, up), sample_offsets)
+        y: Tensor = self.down_proj(self.gated(gate, up), sample_offsets)
         return y
 
 
@@ -331,6 +356,25 @@ class DecoderLayer(GradientCheckpointingLayer):
         y, h = self.input_layernorm(x, residual, samples)
         y, h = self.post_attention_layernorm(self.self_attn(y, call), h, samples)
         return self.mlp(y, samples), h
+
+
+class SandwichLayer(GradientCheckpointingLayer):
+    """Gemma 3: as DecoderLayer, and what is added is normed before."""
+
+    def __init__(
+        self, self_attn: Attention, mlp: MLP, before: RMSNorm, after: RMSNorm, before_mlp: RMSNorm, after_mlp: RMSNorm
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm, self.post_attention_layernorm = before, after
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = before_mlp, after_mlp
+
+    def forward(self, x: Tensor, residual: Tensor, call: Pass) -> tuple[Tensor, Tensor]:
+        samples = call.rows.samples
+        y, h = self.input_layernorm(x, residual, samples)
+        a = self.post_attention_layernorm.alone(self.self_attn(y, call), samples)
+        y, h = self.pre_feedforward_layernorm(a, h, samples)
+        return self.post_feedforward_layernorm.alone(self.mlp(y, samples), samples), h
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -373,15 +417,16 @@ class DecoderModel:
             cache = None
         packed = rows.pack(given)
         x = packed if input_ids is None else model.embed_tokens(packed, rows.samples)
-        sin, cos = ops.rope_tables(
-            rows.positions, self.setting.frequencies.inv_freq, scale=self.setting.frequencies.scale
-        )
+        tables = {
+            kind: ops.rope_tables(rows.positions, of.inv_freq, scale=of.scale)
+            for kind, of in self.setting.frequencies.items()
+        }
         slots = lengths = None
         if cache is not None and rows.live is not None:
             lengths = rows.live.sum(1)
             # the live slots first, in order; what follows them is never read
             slots = (~rows.live).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
-        call = Pass(rows, sin, cos, cache, slots, lengths)
+        call = Pass(rows, tables, cache, slots, lengths)
         # -0.0 is the neutral element, -0.0 itself included
         residual = torch.full_like(x, -0.0, requires_grad=False)
         for layer in model.layers:

@@ -3,9 +3,9 @@
     tbik.parallelize(model, group, plan)      every rank passes the same loaded model and keeps its shard
     tbik.load_checkpoint(folder, group)       every rank reads its shard only
 
-Families: Llama, Mistral, Qwen2, Qwen3 (...ForCausalLM). What would change a sum or is not understood is refused by
-name before anything is changed: other classes (adapters, quantised or parametrized layers), hooks, replaced forwards,
-other kinds of rope, dropout, a plan without whole heads at this TP size.
+Families: Llama, Mistral, Qwen2, Qwen3, Gemma 3 text (...ForCausalLM). What would change a sum or is not understood is
+refused by name before anything is changed: other classes (adapters, quantised or parametrized layers), hooks, replaced
+forwards, other kinds of rope, dropout, soft-capped logits, a plan without whole heads at this TP size.
 
     q, k, v -> self_attn.qkv_proj     gate, up -> mlp.gate_up_proj     the rest keeps its name
     shards: TreePlan.layout, i.e. whole query heads (KV heads replicated where needed), leaf runs of MLP and vocabulary
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -42,6 +43,7 @@ from tbik.huggingface.modules import (
     DecoderLayer,
     DecoderModel,
     RMSNorm,
+    SandwichLayer,
     Setting,
     VocabEmbedding,
     VocabHead,
@@ -72,6 +74,16 @@ FAMILIES = tuple(
     )))
     for module, name in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
 )  # fmt: skip
+GEMMA3 = Family(
+    gemma3.Gemma3ForCausalLM,
+    gemma3.Gemma3TextModel,
+    gemma3.Gemma3DecoderLayer,
+    gemma3.Gemma3Attention,
+    gemma3.Gemma3MLP,
+    gemma3.Gemma3RMSNorm,
+    gemma3.Gemma3RotaryEmbedding,
+)
+FAMILIES = (*FAMILIES, GEMMA3)
 SUPPORTED = ", ".join(family.causal.__name__ for family in FAMILIES)
 
 
@@ -243,17 +255,24 @@ def _refuse_changed(model: Any, family: Family) -> None:
                 _refuse(f"{name or 'the model'} has hooks ({kind_of_hook}), which would not be called; remove them")
         if "forward" in vars(module) or hasattr(module, "_hf_hook"):
             _refuse(f"{name or 'the model'} has a forward of its own (a wrapper); remove it first")
-    _refuse_config(config)
+    _refuse_config(config, family)
 
 
 def _expected_types(family: Family) -> set[type]:
-    activation = type(transformers.activations.ACT2FN["silu"])
-    return {*family, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, activation}
+    activation = type(transformers.activations.ACT2FN["gelu_pytorch_tanh" if family is GEMMA3 else "silu"])
+    embedding = gemma3.Gemma3TextScaledWordEmbedding if family is GEMMA3 else torch.nn.Embedding
+    return {*family, torch.nn.Linear, embedding, torch.nn.ModuleList, activation}
 
 
-def _refuse_config(config: Any) -> None:
+_ACTIVATIONS = (("silu", "swish"), ("gelu_pytorch_tanh",))
+
+
+def _refuse_config(config: Any, family: Family) -> None:
     for name, supported in (
-        ("hidden_act", ("silu", "swish")),
+        ("hidden_activation" if family is GEMMA3 else "hidden_act", _ACTIVATIONS[family is GEMMA3]),
+        ("final_logit_softcapping", (None,)),
+        ("attn_logit_softcapping", (None,)),
+        ("use_bidirectional_attention", (False, None)),
         ("attention_dropout", (0, None)),
         ("pretraining_tp", (1, None)),
     ):
@@ -282,7 +301,8 @@ def _require_parameter(name: str, parameter: Tensor) -> None:
 class _Builder:
     """Makes the modules of one model and notes where each parameter of the checkpoint went."""
 
-    def __init__(self, setting: Setting, read: Read, biases: Callable[[str], bool]) -> None:
+    def __init__(self, setting: Setting, read: Read, biases: Callable[[str], bool], gemma: bool) -> None:
+        self.gemma = gemma
         self.setting, self._read, self._has_bias = setting, read, biases
         self.parts: dict[str, Part] = {}
         shape, layout, plan = setting.shape, setting.layout, setting.plan
@@ -301,7 +321,8 @@ class _Builder:
         return self._read(name, part, self.setting.rank)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.setting, self.take(f"{name}.weight", Part(f"{name}.weight", (size,))), eps)
+        weight = self.take(f"{name}.weight", Part(f"{name}.weight", (size,)))
+        return RMSNorm(self.setting, weight, eps, self.gemma)
 
     def group(
         self,
@@ -357,7 +378,7 @@ class _Builder:
         shape = (self.setting.shape.vocab, self.setting.shape.hidden)
         return self.take(name, Part(name, shape, 0, rows, rows))
 
-    def layer(self, prefix: str, old: Any, config: Any) -> DecoderLayer:
+    def layer(self, prefix: str, old: Any, config: Any) -> DecoderLayer | SandwichLayer:
         setting, shape, layout = self.setting, self.setting.shape, self.setting.layout
         attention = old.self_attn
         eps, name = config.rms_norm_eps, f"{prefix}.self_attn"
@@ -382,13 +403,19 @@ class _Builder:
             attention.layer_idx,
             qkv,
             self.row(f"{name}.o_proj", self.q_rows, layout.attention, shape.head_dim),
-            HeadOptions(eps, attention.scaling, _window(attention, config)),
+            HeadOptions(eps, attention.scaling, _window(attention, config), self.gemma),
             *norms,
+            rope_kind=attention.layer_type if self.gemma else "",
         )
         gate_up = self.group(
             f"{prefix}.mlp", "gate_up_proj", [(n, self.mlp_rows, self.mlp_rows) for n in ("gate", "up")], layout.mlp
         )
-        mlp = MLP(gate_up, self.row(f"{prefix}.mlp.down_proj", self.mlp_rows, layout.mlp, None))
+        gated = ops.gelu_and_mul if self.gemma else ops.silu_and_mul
+        mlp = MLP(gate_up, self.row(f"{prefix}.mlp.down_proj", self.mlp_rows, layout.mlp, None), gated)
+        if self.gemma:
+            places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            gemma_norms = [self.norm(f"{prefix}.{place}_layernorm", shape.hidden, eps) for place in places]
+            return SandwichLayer(new_attention, mlp, *gemma_norms)
         return DecoderLayer(
             new_attention,
             mlp,
@@ -428,7 +455,15 @@ def _convert(
         layout = plan.layout(shape, size)
     except PlanError as error:
         _refuse(f"{plan.leaves} leaves do not serve TP={size}: {error}; TreePlan.for_model(config, tp_sizes) finds L")
-    frequencies = ops.inverse_frequencies(config.to_dict())
+    fields = config.to_dict()
+    frequencies = (
+        {"": ops.inverse_frequencies(fields)}
+        if family is not GEMMA3
+        else {
+            kind: ops.inverse_frequencies({**fields, "rope_parameters": fields["rope_parameters"][kind]})
+            for kind in sorted(set(config.layer_types))
+        }
+    )
     tied = bool(config.tie_word_embeddings)
     if not tied and model.lm_head.weight is model.model.embed_tokens.weight:
         _refuse("lm_head and the embedding share a weight, but the config says tie_word_embeddings=False")
@@ -436,10 +471,11 @@ def _convert(
         _refuse("the config says tie_word_embeddings=True, but lm_head has a weight of its own; model.tie_weights()")
     setting = Setting(shape, plan, layout, group, compute_dtype, frequencies)
     present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    build = _Builder(setting, read, lambda name: f"{name}.bias" in present)
+    build = _Builder(setting, read, lambda name: f"{name}.bias" in present, family is GEMMA3)
     new_layers = [build.layer(f"model.layers.{index}", layer, config) for index, layer in enumerate(model.model.layers)]
     norm = build.norm("model.norm", shape.hidden, config.rms_norm_eps)
-    embedding = VocabEmbedding(setting, build.vocabulary("model.embed_tokens.weight"), config.pad_token_id, tied)
+    scale = float(model.model.embed_tokens.scalar_embed_scale) if family is GEMMA3 else None
+    embedding = VocabEmbedding(setting, build.vocabulary("model.embed_tokens.weight"), config.pad_token_id, tied, scale)
     if tied:
         head = VocabHead(setting, embedding.weight, tied)
         build.parts["lm_head.weight"] = build.parts["model.embed_tokens.weight"]
@@ -465,7 +501,7 @@ def _convert(
     config.tbik_plan = plan.key()
 
 
-def _keep_checkpointing(new: DecoderLayer, old: Any) -> None:
+def _keep_checkpointing(new: DecoderLayer | SandwichLayer, old: Any) -> None:
     new.gradient_checkpointing = old.gradient_checkpointing
     if hasattr(old, "_gradient_checkpointing_func"):
         new._gradient_checkpointing_func = old._gradient_checkpointing_func
