@@ -73,6 +73,8 @@ def attention(
     cap: float,
     causal: bool,
     window: int,
+    dropout: float = 0.0,
+    coordinates: Sequence[int] = ...,
     path: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_backward(
@@ -92,6 +94,8 @@ def attention_backward(
     causal: bool,
     window: int,
     programs: Sequence[Schedule],
+    dropout: float = 0.0,
+    coordinates: Sequence[int] = ...,
     path: str = "",
 ) -> list[Tensor]: ...
 def store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None: ...

@@ -116,9 +116,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     return make(options.store, options.group_rank, options.group_size, options.timeout)
 
 
-def monitored_barrier(
-    group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
-) -> None:
+def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     """As torch.distributed.monitored_barrier, which asks for gloo by name: an error that names the missing ranks.
 
     Nothing happens on a rank outside the group. timeout: the group's where None. Errors: RuntimeError, PlanError.
@@ -129,7 +127,7 @@ def monitored_barrier(
     if group is None:
         raise PlanError("tbik.backend.monitored_barrier: there is no process group")
     limit = _backend_of(group).options._timeout if timeout is None else timeout
-    group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+    group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
 
 def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:

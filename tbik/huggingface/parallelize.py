@@ -393,18 +393,20 @@ class _Builder:
             layout.attention,
             shape.head_dim,
         )
-        norms: list[torch.nn.Parameter | None] = [None, None]
+        q_norm: torch.nn.Parameter | None = None
+        k_norm: torch.nn.Parameter | None = None
         if hasattr(attention, "q_norm"):
-            norms = [
+            q_norm, k_norm = (
                 self.take(f"{name}.{n}_norm.weight", Part(f"{name}.{n}_norm", (shape.head_dim,))) for n in ("q", "k")
-            ]
+            )
         new_attention = Attention(
             setting,
             attention.layer_idx,
             qkv,
             self.row(f"{name}.o_proj", self.q_rows, layout.attention, shape.head_dim),
             HeadOptions(eps, attention.scaling, _window(attention, config), self.gemma),
-            *norms,
+            q_norm,
+            k_norm,
             rope_kind=attention.layer_type if self.gemma else "",
         )
         gate_up = self.group(

@@ -297,8 +297,9 @@ def _norm_gradients(
     lead = dy.shape[: -2 if heads else -1]
     cuts, num_blocks = token_blocks(bounds(lead, sample_offsets))
     num_heads = dy.shape[-2] if heads else 1
+    with_dx, with_dw, with_dbias = wanted
     dx, *leaves = _C.norm_gradients(
-        dy, x, w, residual, eps, centered, offset, compute, x.dtype, *wanted, num_heads, cuts
+        dy, x, w, residual, eps, centered, offset, compute, x.dtype, with_dx, with_dw, with_dbias, num_heads, cuts
     )
     results = [] if dx is None else [dx]
     results += [_root(leaf, num_blocks, num_heads, heads, narrow, None) for leaf in leaves if leaf is not None]
@@ -514,7 +515,7 @@ def _fold_columns(
 
 
 def _root(
-    leaves: Tensor, num_blocks: list[int], num_heads: int, heads: bool, narrow: bool, first_sample: int | None
+    leaves: Tensor, num_blocks: tuple[int, ...], num_heads: int, heads: bool, narrow: bool, first_sample: int | None
 ) -> Tensor:
     if not num_blocks:
         shape = leaves.shape[-1] // num_heads
