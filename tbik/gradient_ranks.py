@@ -1,9 +1,10 @@
 """What the data-parallel ranks of a GradientTree say to each other: gradients by nodes, and whether all is well.
 
-    fold(g_DN, first)  = the cover of leaves [first, first + D), leaf first + r from rank r, elements N of this rank
-    gather(g_n)        = [D, n], every rank's elements
+    fold(g_CSN, nodes, runs)   = the cover of all ranks' samples, elements N of this rank
+    gather(g_n)                = [S, n], every shard's elements
 
-Letters: D ranks, N elements of a gradient that one rank keeps. Only bytes travel; tbik.collectives folds.
+Letters: D = R*S data ranks, S shards of a gradient, R replicas of each (1 unless HSDP), rank = replica*S + shard,
+N elements of a gradient that one rank keeps, C nodes of its cover. Only bytes travel; tbik.collectives folds.
 Errors: PlanError on all ranks where one refuses; TransportTimeout, TransportError. Bits: layout-invariant.
 """
 
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,19 +23,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tbik import tree
-from tbik.collectives import Cover, all_gather_bytes, reduce_scatter
+from tbik.collectives import Cover, all_gather_bytes, all_reduce, reduce_scatter
 from tbik.errors import PlanError, TransportError
-from tbik.plan import TreePlan
+from tbik.gradient_covers import moved
+from tbik.plan import Run, TreePlan
 from tbik.tree import Node
 
 
 class Ranks:
-    """The data-parallel group; None is this rank alone."""
+    """The data-parallel ranks: `group` shares the elements of a gradient, each rank of `replicas` holds the same ones.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.size = 1 if group is None else group.size()
-        self.rank = 0 if group is None else group.rank()
+    None is this rank alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
+        self.group, self.replicas = group, replicas
+        self.shards, self.shard = (1, 0) if group is None else (group.size(), group.rank())
+        self.num_replicas, self.replica = (1, 0) if replicas is None else (replicas.size(), replicas.rank())
+        self.size = self.num_replicas * self.shards
+        self.rank = self.replica * self.shards + self.shard
 
     def speak(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """The record of every rank. PlanError on all of them where one has failed or is elsewhere (other keys)."""
@@ -56,47 +63,80 @@ class Ranks:
             with contextlib.suppress(Exception):  # the error in hand matters more
                 self._exchange(json.dumps({"error": f"{type(error).__name__}: {str(error)[:400]}"}))
 
-    def fold(self, rows_DN: Tensor, first: int, narrow: bool) -> list[tuple[Node, Tensor]]:
-        """rows_DN: leaf `first + rank`, cut into the elements of each rank -> the nodes of the run, [N] each.
+    def fold(
+        self, values_CSN: Tensor, nodes: Sequence[Node], runs: Sequence[Run], narrow: bool
+    ) -> list[tuple[Node, Tensor]]:
+        """values_CSN[c]: this rank's node c, cut into the elements of each shard -> the nodes of all runs, [N] each.
 
-        Where D is no power of two, or `first` is not a multiple of it, the cover has several nodes; each is a
-        reduce-scatter of its own, to which the ranks outside the node bring nothing. narrow: bf16 nodes (A6).
+        runs: the samples of every rank, ascending, without gaps; `nodes` is the cover of this rank's. Where the cover
+        of all of them has several nodes, each is a reduce-scatter of its own, to which the ranks outside the node bring
+        nothing. narrow: bf16 nodes (A6).
         """
-        nodes = []
-        for node in tree.cover(first, first + self.size):
-            leaves = node.hi - node.lo
-            cuts = [min(max(leaf - node.lo, 0), leaves) for leaf in range(first, first + self.size + 1)]
-            lo, hi = cuts[self.rank : self.rank + 2]
-            values = rows_DN[None] if hi > lo else rows_DN.new_empty((0, *rows_DN.shape))
+        replica_runs = [
+            (runs[first][0], runs[first + self.shards - 1][1]) for first in range(0, self.size, self.shards)
+        ]
+        mine = runs[self.replica * self.shards : (self.replica + 1) * self.shards]
+        found = []
+        for node in tree.cover(*replica_runs[self.replica]):
+            if self.shards == 1:
+                found += [(n, values_CSN[c, 0]) for c, n in enumerate(nodes) if node.lo <= n.lo < node.hi]
+                continue
+            cover, cuts = _inside(values_CSN, nodes, mine, node)
             part = reduce_scatter(
-                Cover(values, tree.cover(lo, hi), leaves),
-                self.group,
-                plan=_wire_plan(leaves) if narrow else None,
-                runs=list(itertools.pairwise(cuts)),
-                wire=narrow,
+                cover, self.group, plan=_wire_plan(cover.leaves) if narrow else None, runs=cuts, wire=narrow
             )
-            nodes.append((node, part.view(-1)))
-        return nodes
+            found.append((node, part.view(-1)))
+        if self.num_replicas == 1:
+            return found
+        values = torch.stack([value for _, value in found])
+        held = [node for node, _ in found]
+        result = []
+        for node in tree.cover(runs[0][0], runs[-1][1]):
+            cover, cuts = _inside(values, held, replica_runs, node)
+            root = all_reduce(
+                cover, self.replicas, plan=_wire_plan(cover.leaves) if narrow else None, runs=cuts, wire=narrow
+            )
+            result.append((node, root))
+        return result
 
     def gather(self, part: Tensor) -> Tensor:
-        """[n] of this rank -> [D, n] of all."""
+        """[n] of this rank -> [S, n] of its replica's ranks."""
+        if self.shards == 1:
+            return part[None]
         received = all_gather_bytes(part.contiguous().view(torch.uint8), self.group, "GradientTree.finish")
         return received.view(part.dtype)
 
     def _exchange(self, text: str) -> list[str]:
-        """The text of every rank; one short message where all are the same."""
-        data = text.encode()
-        head = hashlib.blake2b(data, digest_size=32).digest() + len(data).to_bytes(8, "little")
-        heads = all_gather_bytes(_bytes(head), self.group, "GradientTree")
-        if bool((heads == heads[0]).all()):
-            return [text] * self.size
-        lengths = [int.from_bytes(bytes(row[32:].tolist()), "little") for row in heads]
-        rows = all_gather_bytes(_bytes(data.ljust(max(lengths))), self.group, "GradientTree")
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+        """The text of every rank, by rank."""
+        texts = _texts(text, self.group) if self.shards > 1 else [text]
+        if self.num_replicas == 1:
+            return texts
+        return [text for row in _texts(json.dumps(texts), self.replicas) for text in json.loads(row)]
+
+
+def _texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """The text of every rank of the group; one short message where all are the same."""
+    data = text.encode()
+    head = hashlib.blake2b(data, digest_size=32).digest() + len(data).to_bytes(8, "little")
+    heads = all_gather_bytes(_bytes(head), group, "GradientTree")
+    if bool((heads == heads[0]).all()):
+        return [text] * len(heads)
+    lengths = [int.from_bytes(bytes(row[32:].tolist()), "little") for row in heads]
+    rows = all_gather_bytes(_bytes(data.ljust(max(lengths))), group, "GradientTree")
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _inside(values: Tensor, nodes: Sequence[Node], runs: Sequence[Run], node: Node) -> tuple[Cover, list[Run]]:
+    """What this rank has of `node` and the runs of all ranks in it, counted from its first leaf."""
+    leaves = node.hi - node.lo
+    held = [c for c, n in enumerate(nodes) if node.lo <= n.lo < node.hi]
+    rows = values if len(held) == len(nodes) else values[held] if held else values[:0]
+    cuts = [tuple(min(max(end - node.lo, 0), leaves) for end in run) for run in runs]
+    return Cover(rows, moved([nodes[c] for c in held], node), leaves), [(lo, hi) for lo, hi in cuts]
 
 
 class Shard(NamedTuple):
-    """How a gradient is cut over D ranks: whole rows of dimension 0, as many on each, padded at the end."""
+    """How a gradient is cut over S ranks: whole rows of dimension 0, as many on each, padded at the end."""
 
     shape: torch.Size
     num_rows: int
@@ -112,17 +152,17 @@ class Shard(NamedTuple):
         """Elements of each rank."""
         return self.rows_per_rank * math.prod(self.shape[1:])
 
-    def scatter(self, grad: Tensor, rows_DN: Tensor) -> None:
-        """rows_DN[r] = rank r's rows of the gradient, flat; padding is left as it is."""
+    def scatter(self, grad: Tensor, rows_SN: Tensor) -> None:
+        """rows_SN[r] = rank r's rows of the gradient, flat; padding is left as it is."""
         flat = grad.reshape(-1)
-        for rank, row in enumerate(rows_DN):
+        for rank, row in enumerate(rows_SN):
             piece = flat[rank * self.width : (rank + 1) * self.width]
             row[: piece.numel()].copy_(piece)
 
-    def whole(self, rows_DN: Tensor) -> Tensor:
+    def whole(self, rows_SN: Tensor) -> Tensor:
         """The gradient from every rank's elements."""
-        grad = rows_DN.new_empty(self.shape)
-        grad.view(-1).copy_(rows_DN.reshape(-1)[: grad.numel()])
+        grad = rows_SN.new_empty(self.shape)
+        grad.view(-1).copy_(rows_SN.reshape(-1)[: grad.numel()])
         return grad
 
     def rows(self, part: Tensor, rank: int) -> Tensor:

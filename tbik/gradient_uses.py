@@ -56,9 +56,9 @@ _collectors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Collector(Protocol):
-    """What takes gradients: a GradientTree."""
+    """What takes gradients: a GradientTree. `arrive` returns what it leaves to autograd."""
 
-    def arrive(self, parameter: Tensor, use_index: int, grad: Tensor) -> None: ...
+    def arrive(self, parameter: Tensor, use_index: int, grad: Tensor) -> Tensor | None: ...
 
 
 def collect(parameter: Tensor, collector: Collector) -> Callable[[], None]:
@@ -79,12 +79,12 @@ def collector_of(parameter: Tensor) -> Collector | None:
 
 
 def _take_out(parameter: Tensor) -> None:
-    """Hook: the gradient goes to the collector, and param.grad stays empty."""
+    """Hook: the gradient goes to the collector, and what it does not keep stays in param.grad."""
     collector = collector_of(parameter)
     grad = parameter.grad
     if collector is not None and grad is not None:
         parameter.grad = None
-        collector.arrive(parameter, DIRECT, grad)
+        parameter.grad = collector.arrive(parameter, DIRECT, grad)
 
 
 class _Use(torch.autograd.Function):
@@ -99,8 +99,7 @@ class _Use(torch.autograd.Function):
         parameter = ctx.parameter()
         collector = None if parameter is None else collector_of(parameter)
         if collector is not None:
-            collector.arrive(parameter, ctx.index, grad)
-            return None, None  # nothing is left for autograd to add
+            return collector.arrive(parameter, ctx.index, grad), None  # of one use at most, so autograd adds nothing
         if ctx.index > 1:
             raise PlanError(
                 f"gradients.use: use {ctx.index} of a parameter outside a GradientTree: autograd would add three uses "

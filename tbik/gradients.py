@@ -25,28 +25,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tbik import _C, tree
+from tbik import tree
 from tbik.collectives import _is_dense
 from tbik.errors import PlanError
+from tbik.gradient_covers import Covers, fan_in
 from tbik.gradient_ranks import Ranks, Shard
-from tbik.gradient_uses import DIRECT, Graph, collect, collector_of
+from tbik.gradient_uses import DIRECT as DIRECT
+from tbik.gradient_uses import Graph, collect, collector_of
 from tbik.gradient_uses import use as use
-from tbik.plan import TreePlan
+from tbik.plan import Run, TreePlan
 from tbik.tree import Node
 
 BUCKET_BYTES = 1 << 25
 """Gradients travel together in messages of about this size; a larger one travels alone."""
+
+Accumulation = Literal["sharded", "unsharded"]
 
 _GUARD_ELEMENTS = 16  # fewer non-zero elements say nothing: one in 2^16 values is a bf16 value by chance
 
@@ -80,29 +85,31 @@ class GradientTree:
     """Collects the gradients of a step and folds them by covers; `finish` sets param.grad.
 
     parameters: a module, a mapping of names to parameters, or parameters; those that require no gradient are left out.
-    samples_per_step: B, on all ranks and micro-steps together. group: the D data-parallel ranks; None is this rank
-    alone. micro_steps: A, so that m = B/(D*A); without it each micro_step says its own m, and they may differ.
-    plan: its acc_dtype is that of the gradients, its grad_wire_dtype rounds them from the sample leaf upwards (the
+    samples_per_step: B, on all ranks and micro-steps together. group: the D data-parallel ranks (of HSDP: Ranks); None
+    is this rank alone. micro_steps: A, so that m = B/(D*A); without it each micro_step says its own m, and they may
+    differ. plan: its acc_dtype is that of the gradients, its grad_wire_dtype rounds them from the sample leaf upwards (the
     operators need the same plan); by default fp32, not rounded. guard: in the first step, refuse the gradient of a
-    matrix that has been rounded to bf16 in every micro-step (DESIGN: an operator that casts outside).
+    matrix that has been rounded to bf16 in every micro-step (an operator that casts outside).
+    accumulation: "sharded" folds the ranks' nodes at the end of each micro-step and keeps 1/D of the elements.
+    "unsharded" sends nothing before finish() and keeps whole gradients: rank r takes the run of samples
+    [r*A*m, (r + 1)*A*m). Equal bits.
 
     A parameter in bf16 or fp16 gets its gradient in acc_dtype (torch >= 2.10: Tensor.grad_dtype).
     A parameter without any gradient in a step gets zeros: whether a rank's samples reach it must not matter.
-    Memory: per parameter at most `buffer_limit` stored gradients, each of 1/D of the elements, and during a micro-step
-    one whole gradient, as in plain training. An exception inside a micro-step leaves the tree unusable until reset().
+    Memory: per parameter at most `buffer_limit` stored gradients, each of 1/D of the elements (sharded), and during a
+    micro-step one whole gradient, as in plain training. An exception inside a micro-step leaves the tree unusable until reset().
     Errors: PlanError; where one rank refuses or fails at the end of a micro-step, all do. Layout-invariant.
     """
 
-    most_buffers: int
-    """The most gradients of one parameter that were held at a time, in all steps so far."""
-
-    _position: int  # samples of the micro-steps that have ended
+    _position: int  # samples of the micro-steps that have ended, on all ranks
     _failure: str  # why the step cannot go on
     _smallest: int | None  # m, of this step
-    _covers: dict[_Key, dict[Node, Tensor | None]]
-    _arrived: dict[_Key, Tensor]  # in this micro-step
-    _watched: dict[_Key, bool]  # uses in the graph of this backward -> exempt from the guard
-    _rounded: dict[_Key, tuple[bool, int]]  # bf16 values throughout so far, how many are not zero
+    _covers: Covers
+    _arrived: dict[UseKey, Tensor]  # in this micro-step
+    _seen: set[UseKey]  # in this micro-step, those that were left to autograd included
+    _uses: set[UseKey]  # in this step
+    _watched: dict[UseKey, bool]  # uses in the graph of this backward -> exempt from the guard
+    _rounded: dict[UseKey, tuple[bool, int]]  # bf16 values throughout so far, how many are not zero
 
     def __init__(
         self,
@@ -110,9 +117,10 @@ class GradientTree:
         *,
         samples_per_step: int,
         micro_steps: int | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Ranks | None = None,
         plan: TreePlan | None = None,
         guard: bool = True,
+        accumulation: Accumulation = "sharded",
     ) -> None:
         where = "GradientTree"
         if plan is not None and not isinstance(plan, TreePlan):
@@ -127,7 +135,10 @@ class GradientTree:
         self.samples_per_step, self.plan = samples_per_step, plan
         self._acc_dtype: torch.dtype = getattr(torch, "float32" if plan is None else plan.acc_dtype)
         self._narrow = plan is not None and plan.grad_wire_dtype == "bfloat16"
-        self._ranks = Ranks(group)
+        if accumulation not in ("sharded", "unsharded"):
+            raise PlanError(f'{where}: accumulation is "sharded" or "unsharded", got {accumulation!r}')
+        self._ranks = group if isinstance(group, Ranks) else Ranks(group)
+        self._unsharded = accumulation == "unsharded" and self._ranks.size > 1
         self._micro_samples: int | None = None
         if micro_steps is not None:
             self._micro_samples = self._equal_share(micro_steps)
@@ -137,19 +148,28 @@ class GradientTree:
         for name, parameter in self._parameters.items():
             self._require_parameter(name, parameter)
         self._names = list(self._parameters)
-        self._positions = {id(parameter): i for i, parameter in enumerate(self._parameters.values())}
-        self._shards = [Shard.of(parameter, self._ranks.size) for parameter in self._parameters.values()]
+        self._positions: dict[int, int] = {}  # by id; kept alive by what takes their gradients
+        self._shards = [Shard.of(parameter, self._ranks.shards) for parameter in self._parameters.values()]
         self._guard, self._first_step, self._active = guard, True, False
-        self.most_buffers = 0
+        start = self._ranks.rank * (samples_per_step // self._ranks.size) if self._unsharded else 0
+        self._covers = Covers(samples_per_step, self._narrow, start)
         self._clear()
-        undo = contextlib.ExitStack()
-        for parameter in self._parameters.values():
-            if parameter.dtype != self._acc_dtype:
-                undo.callback(setattr, parameter, "grad_dtype", parameter.grad_dtype)
-                parameter.grad_dtype = self._acc_dtype
-            undo.callback(collect(parameter, self))
-        self._closer = weakref.finalize(self, undo.close)
+        self._undo = contextlib.ExitStack()
+        self._closer = weakref.finalize(self, self._undo.close)
         self._closer.atexit = False
+        self._attach()
+
+    def _attach(self) -> None:
+        """Take the gradients of the parameters from here on."""
+        for position, parameter in enumerate(self._parameters.values()):
+            self._take_from(parameter, position)
+
+    def _take_from(self, parameter: Tensor, position: int) -> None:
+        if parameter.dtype != self._acc_dtype:
+            self._undo.callback(setattr, parameter, "grad_dtype", parameter.grad_dtype)
+            parameter.grad_dtype = self._acc_dtype
+        self._positions[id(parameter)] = position
+        self._undo.callback(collect(parameter, self))
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +186,7 @@ class GradientTree:
         try:
             samples = self._begin(num_samples)
             yield MicroStep(self, samples)
-            if not self._arrived:
+            if not self._seen:
                 raise PlanError(
                     f"GradientTree.micro_step: no gradient arrived for samples [{samples.start}, {samples.stop}); call "
                     "backward inside the micro-step, also for samples without tokens"
@@ -174,7 +194,7 @@ class GradientTree:
             self._refuse_mixed_uses()
         except BaseException as error:
             self._fail(error)
-            self._ranks.tell(error)
+            self._tell(error)
             raise
         finally:
             self._active, self._watched = False, {}
@@ -183,6 +203,9 @@ class GradientTree:
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            self._uses |= self._seen
+            self._seen = set()
 
     def watch(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Read the graph of a backward that is about to start from `outputs`: each use of a parameter must be apart.
@@ -194,20 +217,20 @@ class GradientTree:
         self._require_sound("watch")
         if not self._active:
             raise PlanError(f"{where}: expected to be inside `with tree.micro_step()`; a backward belongs to one")
-        if self._watched or self._arrived:
+        if self._watched or self._seen:
             raise PlanError(
                 f"{where}: this micro-step has had its backward; a second one would be added to it. Open a micro-step "
                 "for each, or add the losses"
             )
         graph = Graph([outputs] if isinstance(outputs, Tensor) else list(outputs))
-        watched: dict[_Key, bool] = {}
+        watched: dict[UseKey, bool] = {}
         for parameter, consumers in graph.parameters():
             position = self._positions.get(id(parameter))
             if position is None:
                 continue
             name = self._names[position]
             for use_index, exempt in graph.uses(name, consumers):
-                key = _Key(position, use_index)
+                key = UseKey(position, use_index)
                 if key in watched:
                     what = "without use()" if use_index == DIRECT else f"as use {use_index}"
                     raise PlanError(
@@ -237,16 +260,9 @@ class GradientTree:
             )
         try:
             self._agree_to_finish()
-            roots = [self._root(position) for position in range(len(self._names))]
-            result = None
-            if shards:
-                result = {
-                    name: shard.rows(root, self._ranks.rank)
-                    for name, shard, root in zip(self._names, self._shards, roots, strict=True)
-                }
-            else:
-                for parameter, grad in zip(self._parameters.values(), self._gather(roots), strict=True):
-                    parameter.grad = grad
+            if self._unsharded:
+                self._fold_runs()
+            result = self._deliver(shards)
         except BaseException as error:
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -255,6 +271,19 @@ class GradientTree:
         self._first_step = False
         self._clear()
         return result
+
+    def _deliver(self, shards: bool) -> dict[str, Tensor] | None:
+        """The roots of the step, to where they belong."""
+        roots = [self._root(position) for position in range(len(self._names))]
+        if shards:
+            return {
+                name: shard.rows(root, self._ranks.shard)
+                for name, shard, root in zip(self._names, self._shards, roots, strict=True)
+            }
+        everywhere = self._gather(range(len(roots)), roots)
+        for parameter, grad in zip(self._parameters.values(), everywhere, strict=True):
+            parameter.grad = grad
+        return None
 
     def reset(self) -> None:
         """Drop everything collected in this step, param.grad included; the next micro-step is the step's first."""
@@ -285,13 +314,22 @@ class GradientTree:
             self.finish()
         elif not self._failure:  # else the other ranks know
             self._fail(error)
-            self._ranks.tell(error)
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the other ranks hear of the error, if they wait for this one's word."""
+        self._ranks.tell(error)
+
+    @property
+    def most_buffers(self) -> int:
+        """The most gradients of one parameter that were held at a time, in all steps so far."""
+        return self._covers.most
 
     @property
     def buffer_limit(self) -> int:
         """1 + ceil(log2(A*D)) + the most nodes of any micro-step, A counted in the smallest m so far."""
         smallest = self._smallest or self._micro_samples or 1
-        return _buffer_limit(self.samples_per_step // smallest, self._ranks.size)
+        return _buffer_limit(self.samples_per_step // smallest, 1 if self._unsharded else self._ranks.size)
 
     # --- numbering ----------------------------------------------------------------------------------------------------
 
@@ -331,15 +369,14 @@ class GradientTree:
         work = f"micro_steps that work for equal ones: {', '.join(map(str, self._micro_steps_that_work()))}"
         if isinstance(m, bool) or not isinstance(m, int) or m < 1 or m & (m - 1):
             raise PlanError(f"{where}: num_samples is a power of two, so that they are one node, got {m!r}; {work}")
-        first, left = self._position, self.samples_per_step - self._position
+        ranks, left = self._ranks, self.samples_per_step - self._position
+        first = self._covers.position if self._unsharded else self._position
         if not left:
             raise PlanError(
                 f"{where}: all {self.samples_per_step} samples of the step have come; finish() ends the step. {work}"
             )
-        if m * self._ranks.size > left:
-            raise PlanError(
-                f"{where}: {self._ranks.size} rank(s) times {m} samples, but {left} are left in the step; {work}"
-            )
+        if m * ranks.size > left:
+            raise PlanError(f"{where}: {ranks.size} rank(s) times {m} samples, but {left} are left in the step; {work}")
         if first % m:
             raise PlanError(
                 f"{where}: sample {first} does not begin a node of {m} samples; expected num_samples to divide it, "
@@ -347,14 +384,29 @@ class GradientTree:
             )
         self._require_not_in_use(where)
         self._smallest = min(m, self._smallest or m)
-        return range(first + self._ranks.rank * m, first + (self._ranks.rank + 1) * m)
+        return range(first, first + m) if self._unsharded else range(*self._runs(m)[ranks.rank])
+
+    def _runs(self, m: int) -> list[Run]:
+        """The samples of each rank in this micro-step."""
+        return [(first, first + m) for first in range(self._position, self._position + m * self._ranks.size, m)]
+
+    def sample_indices(self, micro_step: int) -> range:
+        """The samples of this rank in micro-step `micro_step` of micro_steps equal ones. Errors: PlanError."""
+        m, size = self._micro_samples, self._ranks.size
+        if m is None:
+            raise PlanError("GradientTree.sample_indices: the micro-steps are equal only if micro_steps is given")
+        count = self.samples_per_step // (m * size)
+        if isinstance(micro_step, bool) or not isinstance(micro_step, int) or not 0 <= micro_step < count:
+            raise PlanError(f"GradientTree.sample_indices: micro_step is within [0, {count}), got {micro_step!r}")
+        unit = self._ranks.rank * count + micro_step if self._unsharded else micro_step * size + self._ranks.rank
+        return range(unit * m, unit * m + m)
 
     # --- arrival ------------------------------------------------------------------------------------------------------
 
-    def arrive(self, parameter: Tensor, use_index: int, grad: Tensor) -> None:
-        """A gradient of this micro-step. PlanError for what autograd would have added or rounded."""
+    def arrive(self, parameter: Tensor, use_index: int, grad: Tensor) -> Tensor | None:
+        """A gradient of this micro-step; returns what is left to autograd. PlanError for what it would add or round."""
         where = "GradientTree"
-        key = _Key(self._positions[id(parameter)], use_index)
+        key = UseKey(self._positions[id(parameter)], use_index)
         name = self._describe(key)
         self._require_sound("backward")
         if not self._active:
@@ -362,7 +414,9 @@ class GradientTree:
                 f"{where}: a gradient of {name} arrived outside a micro-step; autograd would add it to param.grad. Run "
                 "backward inside `with tree.micro_step() as step`"
             )
-        if key in self._arrived:
+        if use_index == DIRECT and key not in self._watched and UseKey(key.parameter, 0) in self._seen:
+            return grad  # use 0 once more, which was left to autograd
+        if key in self._seen:
             raise PlanError(
                 f"{where}: a second gradient of {name} in one micro-step: a second backward, or a checkpoint with "
                 "use_reentrant=True. One backward per micro-step"
@@ -384,9 +438,17 @@ class GradientTree:
         grad = grad.detach()
         if self._first_step:
             self._look_for_rounding(key, name, grad)
+        self._seen.add(key)
+        if not self._keeps(key):
+            return grad
         self._arrived[key] = grad
+        return None
 
-    def _look_for_rounding(self, key: _Key, name: str, grad: Tensor) -> None:
+    def _keeps(self, key: UseKey) -> bool:
+        """Whether the gradient is taken out of param.grad; else something else folds it."""
+        return True
+
+    def _look_for_rounding(self, key: UseKey, name: str, grad: Tensor) -> None:
         if self._narrow:
             if not _is_bfloat16(grad):
                 raise PlanError(
@@ -400,12 +462,15 @@ class GradientTree:
 
     def _agree_to_finish(self) -> None:
         try:
-            self._require_not_in_use("GradientTree.finish")
+            self._require_none_left()
             self._judge()
         except PlanError as error:
             self._ranks.tell(error)
             raise
         self._ranks.speak({"finish": True})
+
+    def _require_none_left(self) -> None:
+        self._require_not_in_use("GradientTree.finish")
 
     def _judge(self) -> None:
         """The guard of the first step: a gradient whose parts all were bf16 values has been rounded on its way."""
@@ -419,7 +484,7 @@ class GradientTree:
             )
 
     def _refuse_mixed_uses(self) -> None:
-        keys = {*self._arrived, *self._covers}
+        keys = self._seen | self._uses
         for key in keys:
             if key.use == DIRECT and any(other.parameter == key.parameter for other in keys if other != key):
                 raise PlanError(
@@ -431,26 +496,24 @@ class GradientTree:
 
     def _commit(self, m: int) -> None:
         """Fold what has arrived into the covers: this rank's node, or with ranks the nodes of all of them."""
-        keys = self._agree(m)
-        if self._ranks.size == 1:
-            node = Node(m.bit_length() - 1, self._position // m)
-            for key in keys:
-                self._absorb(key, [(node, self._arrived.pop(key))])
+        size = self._ranks.size
+        if size == 1 or self._unsharded:
+            node = node_of(self._covers.position, m)
+            for key in sorted(self._arrived):
+                self._covers.absorb(key, [(node, self._arrived.pop(key))])
+            self._covers.advance(m)
         else:
-            for bucket in self._buckets(keys):
+            for bucket in self._buckets(self._agreed_keys(m)):
                 self._fold_ranks(bucket, m)
-        for key in self._covers.keys() - set(keys):
-            self._absorb(
-                key, [(node, None) for node in tree.cover(self._position, self._position + m * self._ranks.size)]
-            )
+            self._covers.advance(m * size)
         self._arrived = {}
-        self._position += m * self._ranks.size
+        self._position += m * size
 
-    def _agree(self, m: int) -> list[_Key]:
+    def _agreed_keys(self, m: int) -> list[UseKey]:
         """The uses that some rank has a gradient of, ascending. PlanError on all ranks where one has failed."""
-        mine = sorted(self._arrived)
-        if self._ranks.size == 1:
-            return mine
+        return self._agree(m, sorted(self._arrived))
+
+    def _agree(self, m: int, mine: list[UseKey]) -> list[UseKey]:
         state = {
             "samples per step": self.samples_per_step,
             "samples before this micro-step": self._position,
@@ -464,59 +527,30 @@ class GradientTree:
             if len(set(values)) > 1:
                 said = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
                 raise PlanError(f"GradientTree.micro_step: the ranks disagree about the {name}: {said}")
-        return sorted({_Key(*key) for record in records for key in record["keys"]})
-
-    def _absorb(self, key: _Key, incoming: list[tuple[Node, Tensor | None]]) -> None:
-        """Merge nodes into the cover of this use (T4). None is +0: a sample that does not reach the parameter."""
-        cover = self._covers.pop(key, None)
-        if cover is None:
-            cover = dict.fromkeys(tree.cover(0, self._position))
-        held = sorted([*cover.items(), *incoming], key=lambda item: item[0].lo)
-        live = sum(value is not None for _, value in held)
-        assert live <= self.buffer_limit, (live, self.buffer_limit)
-        self.most_buffers = max(self.most_buffers, live)
-        merged: dict[Node, Tensor | None] = {}
-        rest = iter(held)
-        for node in tree.schedule([node for node, _ in held]).outputs:
-            inside = [next(rest)]
-            while inside[-1][0].hi < node.hi:
-                inside.append(next(rest))
-            shifted = tuple(Node(n.level, n.index - (node.lo >> n.level)) for n, _ in inside)
-            merged[node] = (
-                inside[0][1] if len(inside) == 1 else self._fold([v for _, v in inside], shifted, 1 << node.level)
-            )
-        self._covers[key] = merged
-
-    def _fold(self, values: list[Tensor | None], nodes: tuple[Node, ...], leaves: int) -> Tensor | None:
-        """node(0, leaves) of the nodes; absent ones are +0."""
-        like = next((value for value in values if value is not None), None)
-        if like is None:
-            return None
-        present = [torch.zeros_like(like) if value is None else value for value in values]
-        return _C.fold(present, _schedule(nodes, leaves, self._narrow))
+        return sorted({UseKey(*key) for record in records for key in record["keys"]})
 
     def _root(self, position: int) -> Tensor:
         """The sum over samples and uses of one parameter, of this rank's elements."""
-        total: Tensor | None = None
-        for key in sorted((key for key in self._covers if key.parameter == position), reverse=True):
-            cover = self._covers.pop(key)
-            use_root = self._fold(list(cover.values()), tuple(cover), self.samples_per_step)
-            if total is None:
-                total = use_root
-            elif use_root is not None:
-                total = _C.fold([total, use_root], _schedule((Node(0, 0), Node(0, 1)), 2, False))
-        if total is not None:
-            return total
+        uses = self._use_roots(position)
+        if uses:
+            return fan_in(uses)
         shard = self._shards[position]
-        return torch.zeros(shard.shape if self._ranks.size == 1 else (shard.width,), dtype=self._acc_dtype)
+        shape = shard.shape if self._ranks.size == 1 else (shard.width,)
+        return torch.zeros(shape, dtype=self._acc_dtype)
+
+    def _use_roots(self, position: int) -> list[Tensor]:
+        """The root of each use that had a gradient in this step, ascending."""
+        keys = sorted(key for key in self._covers if isinstance(key, UseKey) and key.parameter == position)
+        roots = [self._covers.root(key) for key in keys]
+        return [root for root in roots if root is not None]
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def _buckets(self, keys: Iterable[_Key]) -> Iterator[list[_Key]]:
-        bucket: list[_Key] = []
+    def _buckets(self, keys: Iterable[UseKey]) -> Iterator[list[UseKey]]:
+        bucket: list[UseKey] = []
         total = 0
         for key in keys:
-            size = self._shards[key.parameter].width * self._ranks.size * self._acc_dtype.itemsize
+            size = self._shards[key.parameter].width * self._ranks.shards * self._acc_dtype.itemsize
             if bucket and total + size > BUCKET_BYTES:
                 yield bucket
                 bucket, total = [], 0
@@ -525,30 +559,60 @@ class GradientTree:
         if bucket:
             yield bucket
 
-    def _fold_ranks(self, keys: list[_Key], m: int) -> None:
+    def _fold_ranks(self, keys: list[UseKey], m: int) -> None:
         """Per use, the nodes of this micro-step's samples over all ranks, of this rank's elements, into its cover."""
-        shards = [self._shards[key.parameter] for key in keys]
-        widths = [shard.width for shard in shards]
-        rows_DN = torch.zeros(self._ranks.size, sum(widths), dtype=self._acc_dtype)
-        for key, shard, part in zip(keys, shards, torch.split(rows_DN, widths, 1), strict=True):
-            grad = self._arrived.pop(key, None)
-            if grad is not None:
-                shard.scatter(grad, part)
-        nodes: dict[_Key, list[tuple[Node, Tensor | None]]] = {key: [] for key in keys}
-        for node, value in self._ranks.fold(rows_DN, self._position // m, self._narrow):
-            whole = Node(node.level + m.bit_length() - 1, node.index)
-            for key, part in zip(keys, torch.split(value, widths), strict=True):
-                nodes[key].append((whole, part))
+        rows_CSN = self._rows([[self._arrived.pop(key, None)] for key in keys], keys)
+        runs = self._runs(m)
+        nodes: dict[UseKey, list[tuple[Node, Tensor | None]]] = {key: [] for key in keys}
+        for node, value in self._ranks.fold(rows_CSN, (node_of(runs[self._ranks.rank][0], m),), runs, self._narrow):
+            for key, part in zip(keys, torch.split(value, self._widths(keys)), strict=True):
+                nodes[key].append((node, part))
         for key in keys:
-            self._absorb(key, nodes[key])
+            self._covers.absorb(key, nodes[key])
 
-    def _gather(self, roots: list[Tensor]) -> Iterator[Tensor]:
-        """The whole gradients from all ranks' elements."""
+    def _widths(self, keys: list[UseKey]) -> list[int]:
+        return [self._shards[key.parameter].width for key in keys]
+
+    def _rows(self, values: list[list[Tensor | None]], keys: list[UseKey]) -> Tensor:
+        """[C, S, N]: values[key][c], node c of each use, cut over the shards; absent ones are +0."""
+        widths = self._widths(keys)
+        rows_CSN = torch.zeros(len(values[0]), self._ranks.shards, sum(widths), dtype=self._acc_dtype)
+        for nodes, key, part_CSN in zip(values, keys, torch.split(rows_CSN, widths, 2), strict=True):
+            for value, part_SN in zip(nodes, part_CSN, strict=True):
+                if value is not None:
+                    self._shards[key.parameter].scatter(value, part_SN)
+        return rows_CSN
+
+    def _fold_runs(self) -> None:
+        """Unsharded: the covers of all ranks' runs, into the root, of this rank's elements."""
+        run = self.samples_per_step // self._ranks.size
+        runs = [(first, first + run) for first in range(0, self.samples_per_step, run)]
+        nodes = tree.cover(*runs[self._ranks.rank])
+        here: list[UseKey] = sorted(key for key in self._covers if isinstance(key, UseKey))
+        keys = self._agree(run, here)
+        whole = Covers(self.samples_per_step, self._narrow)
+        for bucket in self._buckets(keys):
+            values: list[list[Tensor | None]] = [
+                list(self._covers.take(key).values()) if key in self._covers else [None] * len(nodes) for key in bucket
+            ]
+            parts: dict[UseKey, list[tuple[Node, Tensor | None]]] = {key: [] for key in bucket}
+            for node, value in self._ranks.fold(self._rows(values, bucket), nodes, runs, self._narrow):
+                for key, part in zip(bucket, torch.split(value, self._widths(bucket)), strict=True):
+                    parts[key].append((node, part))
+            for key in bucket:
+                whole.absorb(key, parts[key])
+        whole.most = self._covers.most
+        whole.start = self._covers.start
+        self._covers = whole
+
+    def _gather(self, positions: Iterable[int], roots: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The whole gradients of these parameters from all ranks' elements."""
         if self._ranks.size == 1:
             yield from roots
             return
-        for bucket in self._buckets(_Key(position, DIRECT) for position in range(len(roots))):
-            parts = [roots[key.parameter] for key in bucket]
+        rest = iter(roots)
+        for bucket in self._buckets(UseKey(position, DIRECT) for position in positions):
+            parts = list(itertools.islice(rest, len(bucket)))
             received = self._ranks.gather(torch.cat(parts))
             for key, rows in zip(bucket, torch.split(received, [part.numel() for part in parts], 1), strict=True):
                 yield self._shards[key.parameter].whole(rows)
@@ -557,11 +621,14 @@ class GradientTree:
 
     def _clear(self) -> None:
         self._position, self._failure, self._smallest = 0, "", None
-        self._covers, self._arrived, self._watched, self._rounded = {}, {}, {}, {}
+        self._covers.clear()
+        self._arrived, self._watched, self._rounded = {}, {}, {}
+        self._seen, self._uses = set(), set()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or f"{type(error).__name__}: {str(error)[:200]}"
-        self._covers, self._arrived = {}, {}
+        self._covers.clear()
+        self._arrived = {}
 
     def _require_sound(self, what: str) -> None:
         if self._failure:
@@ -592,21 +659,16 @@ class GradientTree:
         if collector_of(parameter) is not None:
             raise PlanError(f"{where}: {name} belongs to another GradientTree; close() that one first")
 
-    def _describe(self, key: _Key) -> str:
+    def _describe(self, key: UseKey) -> str:
         name = self._names[key.parameter]
         return name if key.use == DIRECT else f"use {key.use} of {name}"
 
 
-class _Key(NamedTuple):
+class UseKey(NamedTuple):
     """A use of a parameter: its position in the tree's list, the number given to use() or DIRECT."""
 
     parameter: int
     use: int
-
-
-@lru_cache(maxsize=1024)
-def _schedule(nodes: tuple[Node, ...], leaves: int, narrow: bool) -> _C.Schedule:
-    return _C.nodes_schedule(nodes, leaves, narrow)
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
@@ -637,6 +699,11 @@ def _named(where: str, parameters: torch.nn.Module | Mapping[str, Tensor] | Iter
 def _buffer_limit(units: int, size: int) -> int:
     runs = range(0, units - size + 1, size)
     return 1 + (units - 1).bit_length() + max(len(tree.cover(first, first + size)) for first in runs)
+
+
+def node_of(first: int, m: int) -> Node:
+    """The m samples from `first` on."""
+    return Node(m.bit_length() - 1, first // m)
 
 
 def _is_bfloat16(x: Tensor) -> bool:

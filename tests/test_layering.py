@@ -91,6 +91,7 @@ def test_verify_kernels_and_collectives_do_not_meet() -> None:
 
 
 def test_verify_library_does_not_import_integrations() -> None:
+    """By name at most, when asked for (tbik.fsdp.apply)."""
     folders = {path.name for path in (ROOT / "integrations").iterdir() if path.is_dir()}
     for source in SOURCES:
         if source.startswith("tbik/"):

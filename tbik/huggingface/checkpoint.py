@@ -19,7 +19,7 @@ from tbik.collectives import all_gather_bytes
 from tbik.errors import PlanError
 from tbik.huggingface.modules import CausalModel, Setting
 from tbik.huggingface.parallelize import Part
-from tbik.integrity.pieces import Piece
+from tbik.integrity.pieces import Piece, is_dtensor
 from tbik.packing import FrozenWeight
 
 SHARD_BYTES = 4 << 30
@@ -37,7 +37,7 @@ def pieces(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, Piec
         value = _value(model, name, part, gradients)
         if value is None:
             continue
-        lo, hi, first = _counted(setting, part)
+        lo, hi, first = counted_range(setting, part)
         local = value.narrow(part.axis, lo, hi - lo)
         offset = [0] * len(part.shape)
         offset[part.axis] = first
@@ -128,10 +128,14 @@ def _value(model: torch.nn.Module, name: str, part: Part, gradient: bool) -> Ten
     parameter = model.get_parameter(part.parameter)
     if isinstance(parameter, FrozenWeight):
         raise PlanError(f"checkpoint: {name} is frozen; call tbik.unfreeze(model) first")
-    return parameter.grad if gradient else parameter.detach()
+    value = parameter.grad if gradient else parameter.detach()
+    if value is not None and is_dtensor(value):  # cut over the data ranks, which all make this call
+        whole: Tensor = cast(Any, value).full_tensor()
+        return whole
+    return value
 
 
-def _counted(setting: Setting, part: Part) -> tuple[int, int, int]:
+def counted_range(setting: Setting, part: Part) -> tuple[int, int, int]:
     """[lo, hi) of the local tensor's axis that this rank answers for, and where it begins in the whole."""
     if part.held is None or part.counted is None:
         return 0, part.shape[part.axis] if setting.rank == 0 else 0, 0

@@ -1,0 +1,83 @@
+"""The norm of all gradients as one exact sum, and clipping by it (ORDER.md S5).
+
+    norm = sqrt(RN64(sum of g^2))            the sum exact, in integers of 2^-298; RN64: one rounding to fp64
+    coef = fp32(min(1, max_norm/(norm + 1e-6)))   norm and quotient in fp64;   g := g coef, always multiplied
+
+A square of an fp32 number has 48 bits, so sums of integers per exponent are exact, and ranks add integers: no order, no
+layout. inf or NaN among the elements gives inf or NaN. Letters: g a gradient, fp32, any shape.
+Errors: PlanError for other dtypes. Bits: layout-invariant (tests/test_fsdp.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tbik.collectives import all_gather_bytes
+from tbik.errors import PlanError
+
+UNIT_EXPONENT = -298
+"""Sums are integers of 2^-298: the square of the smallest fp32 number."""
+
+_BYTES = 96  # 2^63 squares below 2^256, in units of 2^-298, take 617 bits
+_CHUNK = 1 << 20  # elements; the halves of their squares sum to less than 2^53
+_NAN, _INFINITE = 1, 2
+
+
+def square_sum(gradients: Iterable[Tensor], groups: Sequence[dist.ProcessGroup | None] = ()) -> float:
+    """RN64(sum of g^2) over the elements of all gradients of all ranks of `groups`, each element given once.
+
+    groups: ranks that hold different elements; with several, every combination of them (data ranks, then
+    tensor-parallel ranks). Collective. Errors: PlanError, TransportTimeout, TransportError.
+    """
+    total, flags = 0, 0
+    for gradient in gradients:
+        if gradient.dtype != torch.float32:
+            raise PlanError(f"gradient_norm: expected fp32 gradients, got {gradient.dtype}")
+        for chunk in torch.split(gradient.detach().reshape(-1), _CHUNK):
+            part, part_flags = _exact_squares(chunk)
+            total, flags = total + part, flags | part_flags
+    for group in groups:
+        message = torch.frombuffer(bytearray(total.to_bytes(_BYTES, "little") + bytes([flags])), dtype=torch.uint8)
+        total, flags = 0, 0
+        for row in all_gather_bytes(message, group, "gradient_norm"):
+            data = bytes(row.tolist())
+            total, flags = total + int.from_bytes(data[:_BYTES], "little"), flags | data[_BYTES]
+    if flags:
+        return math.nan if flags & _NAN else math.inf
+    return total / (1 << -UNIT_EXPONENT)  # the quotient of two integers is rounded once
+
+
+def norm(gradients: Iterable[Tensor], groups: Sequence[dist.ProcessGroup | None] = ()) -> float:
+    """sqrt(square_sum(...))."""
+    return math.sqrt(square_sum(gradients, groups))
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """fp32(min(1, max_norm / (norm + 1e-6))); NaN if the norm is."""
+    if not max_norm >= 0:
+        raise PlanError(f"gradient_norm: max_norm is a number >= 0, got {max_norm!r}")
+    quotient = max_norm / (norm + 1e-6)
+    return float(torch.tensor(quotient if math.isnan(quotient) else min(1.0, quotient), dtype=torch.float32))
+
+
+def _exact_squares(x: Tensor) -> tuple[int, int]:
+    """(sum of x^2 in units of 2^-298, flags) of at most _CHUNK elements."""
+    bits = x.contiguous().view(torch.int32)
+    exponents = (bits >> 23) & 0xFF
+    special = exponents == 255
+    if bool(special.any()):
+        return 0, _NAN if bool((bits[special] & 0x7FFFFF).any()) else _INFINITE
+    fractions = (bits & 0x7FFFFF) | ((exponents > 0).to(torch.int32) << 23)
+    scales = exponents.clamp_min_(1)
+    squares = fractions.to(torch.int64).square_()
+    total = 0
+    for half, shift in ((squares & 0xFFFFFF, 0), (squares >> 24, 24)):
+        sums = torch.bincount(scales, weights=half.to(torch.float64), minlength=255)
+        for scale in sums.nonzero()[:, 0].tolist():
+            total += int(sums[scale]) << (2 * (scale - 1) + shift)
+    return total, 0
