@@ -85,11 +85,13 @@ class GradientTree:
     """Collects the gradients of a step and folds them by covers; `finish` sets param.grad.
 
     parameters: a module, a mapping of names to parameters, or parameters; those that require no gradient are left out.
-    samples_per_step: B, on all ranks and micro-steps together. group: the D data-parallel ranks (of HSDP: Ranks); None
-    is this rank alone. micro_steps: A, so that m = B/(D*A); without it each micro_step says its own m, and they may
-    differ. plan: its acc_dtype is that of the gradients, its grad_wire_dtype rounds them from the sample leaf upwards (the
-    operators need the same plan); by default fp32, not rounded. guard: in the first step, refuse the gradient of a
-    matrix that has been rounded to bf16 in every micro-step (an operator that casts outside).
+    samples_per_step: B, on all ranks and micro-steps together.
+    group: the D data-parallel ranks (of HSDP: Ranks); None is this rank alone.
+    micro_steps: A, so that m = B/(D*A); without it each micro_step says its own m, and they may differ.
+    plan: its acc_dtype is that of the gradients, its grad_wire_dtype rounds them from the sample leaf upwards (the
+    operators need the same plan); by default fp32, not rounded.
+    guard: in the first step, refuse the gradient of a matrix that has been rounded to bf16 in every micro-step (an
+    operator that casts outside).
     accumulation: "sharded" folds the ranks' nodes at the end of each micro-step and keeps 1/D of the elements.
     "unsharded" sends nothing before finish() and keeps whole gradients: rank r takes the run of samples
     [r*A*m, (r + 1)*A*m). Equal bits.
@@ -97,7 +99,8 @@ class GradientTree:
     A parameter in bf16 or fp16 gets its gradient in acc_dtype (torch >= 2.10: Tensor.grad_dtype).
     A parameter without any gradient in a step gets zeros: whether a rank's samples reach it must not matter.
     Memory: per parameter at most `buffer_limit` stored gradients, each of 1/D of the elements (sharded), and during a
-    micro-step one whole gradient, as in plain training. An exception inside a micro-step leaves the tree unusable until reset().
+    micro-step one whole gradient, as in plain training. An exception inside a micro-step leaves the tree unusable until
+    reset().
     Errors: PlanError; where one rank refuses or fails at the end of a micro-step, all do. Layout-invariant.
     """
 
