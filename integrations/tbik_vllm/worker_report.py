@@ -1,0 +1,116 @@
+"""What a rank of vLLM says about itself: its plan, the share of each weight that it holds, the bytes it sent.
+
+Loaded into vLLM's worker class by its own setting worker_extension_cls; `collective_rpc("tbik_report")` reads it.
+Shares come from the layers' own sizes, not from tensors: packing replaces the weights after they are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# vLLM 0.32 on CPU runs AMX tile instructions in its attention without asking the kernel for them first: without oneDNN
+# having asked by chance, a worker dies of SIGILL at its first request (seen on a Xeon with amx_bf16, Linux 6.18)
+if torch.cpu._is_amx_tile_supported():
+    torch.cpu._init_amx()
+
+Piece = tuple[str, tuple[int, int], int]
+"""(weight, the units [lo, hi) of it that this rank holds, their bytes)."""
+
+
+class WorkerReport:
+    """Mixin of vLLM's worker."""
+
+    def tbik_report(self) -> dict[str, Any]:
+        """rank; plan: fingerprint or None; shards: name -> ((lo, hi), bytes); bytes_sent since the last report."""
+        import vllm
+
+        worker: Any = self
+        status = _status()
+        model = worker.model_runner.get_model()
+        tied = bool(getattr(worker.model_config.hf_text_config, "tie_word_embeddings", False))
+        itemsize = worker.model_config.dtype.itemsize
+        return {
+            "rank": worker.rank,
+            "plan": status.get("fingerprint"),
+            "bytes_sent": status.get("bytes_sent", 0),
+            "environment": {"engine": f"vllm {vllm.__version__}", "transport": "vllm's"},
+            "logprobs_mode": worker.model_config.logprobs_mode,
+            "shards": {name: [list(run), size] for name, run, size in pieces(model, itemsize, tied)},
+        }
+
+    def tbik_time_all_reduce(self, num_elements: str, calls: str) -> float:
+        """Seconds of one all-reduce of bf16 over the tensor-parallel ranks, mean of `calls`, called as layers do."""
+        from vllm.distributed import get_tp_group
+        from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+
+        x = torch.zeros(int(num_elements), dtype=torch.bfloat16)
+        for _ in range(3):
+            tensor_model_parallel_all_reduce(x)
+        get_tp_group().barrier()
+        start = time.perf_counter()
+        for _ in range(int(calls)):
+            tensor_model_parallel_all_reduce(x)
+        return (time.perf_counter() - start) / int(calls)
+
+
+def _status() -> dict[str, Any]:
+    """Of the plug-in in this process; empty where it is off."""
+    if os.environ.get("TBIK") != "1":
+        return {}
+    from tbik_vllm.settings import active_plan
+
+    return {"fingerprint": active_plan().fingerprint(), "bytes_sent": 0}
+
+
+def pieces(model: Any, itemsize: int, tied: bool) -> Iterator[Piece]:
+    """The weights of a vLLM model as this rank holds them; biases and norms with them."""
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        LinearBase,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = {
+            parameter_name: parameter
+            for parameter_name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) not in seen
+        }
+        seen |= {id(parameter) for parameter in own.values()}
+        if isinstance(module, ParallelLMHead) and tied:
+            continue
+        if isinstance(module, VocabParallelEmbedding):
+            size = module.num_embeddings_per_partition * module.embedding_dim * itemsize
+            yield name, _share(module.tp_rank, module.tp_size), size
+        elif isinstance(module, QKVParallelLinear):
+            rank, row = module.tp_rank, module.input_size * itemsize
+            heads, kv = module.num_heads, module.num_kv_heads
+            first = rank // module.num_kv_head_replicas * kv
+            yield f"{name}.q", (rank * heads, (rank + 1) * heads), heads * module.head_size * row
+            for part in ("k", "v"):
+                yield f"{name}.{part}", (first, first + kv), kv * module.head_size * row
+        elif isinstance(module, ColumnParallelLinear):
+            size = module.input_size * module.output_size_per_partition * itemsize
+            yield name, _share(module.tp_rank, module.tp_size), size
+        elif isinstance(module, RowParallelLinear):
+            size = module.input_size_per_partition * module.output_size * itemsize
+            yield name, _share(module.tp_rank, module.tp_size), size
+        elif isinstance(module, LinearBase):
+            yield name, (0, 1), module.input_size * module.output_size * itemsize
+        else:
+            for parameter_name, parameter in own.items():
+                size = parameter.numel() * parameter.element_size()
+                if size:
+                    yield f"{name}.{parameter_name}", (0, 1), size
+
+
+def _share(rank: int, size: int) -> tuple[int, int]:
+    return (rank, rank + 1) if size > 1 else (0, 1)
