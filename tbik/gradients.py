@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tbik import tree
+from tbik import numbering, tree
 from tbik.collectives import _is_dense
 from tbik.errors import PlanError
 from tbik.gradient_covers import Covers, fan_in
@@ -144,9 +144,9 @@ class GradientTree:
         self._unsharded = accumulation == "unsharded" and self._ranks.size > 1
         self._micro_samples: int | None = None
         if micro_steps is not None:
-            self._micro_samples = self._equal_share(micro_steps)
+            self._micro_samples = numbering.equal_share(where, samples_per_step, self._ranks.size, micro_steps)
         elif not self._micro_steps_that_work():
-            raise PlanError(self._explain_no_split())
+            raise PlanError(numbering.explain_no_split(where, samples_per_step, self._ranks.size))
         self._parameters = _named(where, parameters)
         for name, parameter in self._parameters.items():
             self._require_parameter(name, parameter)
@@ -337,31 +337,7 @@ class GradientTree:
     # --- numbering ----------------------------------------------------------------------------------------------------
 
     def _micro_steps_that_work(self) -> list[int]:
-        per_rank, rest = divmod(self.samples_per_step, self._ranks.size)
-        if rest:
-            return []
-        return [per_rank >> i for i in range(per_rank.bit_length()) if per_rank % (1 << i) == 0][::-1]
-
-    def _explain_no_split(self) -> str:
-        samples, ranks = self.samples_per_step, self._ranks.size
-        below = samples // ranks * ranks
-        return (
-            f"GradientTree: samples_per_step = D*A*m; {ranks} data ranks do not divide {samples} samples. Nearest that "
-            f"work: {f'{below}, ' if below else ''}{below + ranks}"
-        )
-
-    def _equal_share(self, micro_steps: int) -> int:
-        work = self._micro_steps_that_work()
-        if not work:
-            raise PlanError(self._explain_no_split())
-        if micro_steps not in work:
-            m = self.samples_per_step / self._ranks.size / micro_steps
-            raise PlanError(
-                f"GradientTree: {self.samples_per_step} samples on {self._ranks.size} data ranks in {micro_steps} "
-                f"micro-steps give m = {m:g} samples each; m must be a power of two, so that they are one node of the "
-                f"tree. micro_steps that work: {', '.join(map(str, work))}"
-            )
-        return self.samples_per_step // self._ranks.size // micro_steps
+        return numbering.micro_steps_that_work(self.samples_per_step, self._ranks.size)
 
     def _begin(self, num_samples: int | None) -> range:
         """The samples of this rank in the micro-step that begins. PlanError unless they are one node."""
