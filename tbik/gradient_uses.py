@@ -38,7 +38,7 @@ def use(parameter: Tensor, index: int) -> Tensor:
     parameter itself. Errors: PlanError. Layout-invariant.
     """
     where = "gradients.use"
-    if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+    if not isinstance(parameter, Tensor) or not (parameter.is_leaf or collector_of(parameter) is not None):
         kind = "a tensor that some operation made" if isinstance(parameter, Tensor) else type(parameter).__name__
         raise PlanError(f"{where}: expected a parameter, got {kind}")
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -71,6 +71,11 @@ def collect(parameter: Tensor, collector: Collector) -> Callable[[], None]:
         _collectors.pop(parameter, None)  # type: ignore[no-untyped-call]
 
     return end
+
+
+def collect_uses(alias: Tensor, collector: Collector) -> None:
+    """As collect, for a tensor that stands for a parameter and is no leaf: its numbered uses, as long as it lives."""
+    _collectors[alias] = weakref.ref(collector)
 
 
 def collector_of(parameter: Tensor) -> Collector | None:

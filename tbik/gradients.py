@@ -225,7 +225,11 @@ class GradientTree:
                 f"{where}: this micro-step has had its backward; a second one would be added to it. Open a micro-step "
                 "for each, or add the losses"
             )
-        graph = Graph([outputs] if isinstance(outputs, Tensor) else list(outputs))
+        self._watched = self._uses_in(Graph([outputs] if isinstance(outputs, Tensor) else list(outputs)))
+
+    def _uses_in(self, graph: Graph) -> dict[UseKey, bool]:
+        """The uses in the graph -> whether each is exempt from the guard."""
+        where = "GradientTree.watch"
         watched: dict[UseKey, bool] = {}
         for parameter, consumers in graph.parameters():
             position = self._positions.get(id(parameter))
@@ -241,7 +245,7 @@ class GradientTree:
                         "micro-batch. Write gradients.use(parameter, i), i = 0, 1, ... in forward order, at each use"
                     )
                 watched[key] = exempt
-        self._watched = watched
+        return watched
 
     def finish(self, *, shards: bool = False) -> dict[str, Tensor] | None:
         """param.grad = node(0, B), of several uses ((u_n + u_(n-1)) + ...) + u_1, in acc_dtype, on every rank.
@@ -498,7 +502,9 @@ class GradientTree:
             "samples before this micro-step": self._position,
             "samples of each rank in this micro-step": m,
             "plan": "none" if self.plan is None else self.plan.key(),
-            "parameters": _digest([(name, list(p.shape), str(p.dtype)) for name, p in self._parameters.items()]),
+            "parameters": _digest(
+                [(name, list(s.shape), str(p.dtype)) for (name, p), s in zip(self._parameters.items(), self._shards)]
+            ),
         }
         records = self._ranks.speak({"state": state, "keys": mine})
         for name in state:

@@ -131,6 +131,11 @@ def whole_state(tree: fsdp.DataParallel, gradient: bool = False) -> Named:
     from tbik.huggingface.checkpoint import whole
 
     inner: Any = tree.inner
+    if tree.strategy == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with FullyShardedDataParallel.summon_full_params(tree.model, with_grads=gradient):
+            return {name: whole(inner, name, gradient=gradient).clone() for name in inner.tbik_parts}
     return {name: whole(inner, name, gradient=gradient).clone() for name in inner.tbik_parts}
 
 
@@ -190,7 +195,7 @@ def require_same(found: Run, expected: Run, what: str) -> None:
     assert found.most_buffers <= found.buffer_limit, what
 
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -267,18 +272,52 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
+# Ordered by world and backend, so that a pool serves several.
+QUICK = [
+    Layout("fsdp2", 1, 4),
+    Layout("fsdp2", 2, 4),
+    Layout("ddp", 2, 2, accumulation="unsharded"),
+    Layout("fsdp1", 2, 2),
+    Layout("fsdp2", 3, 2),
+    Layout("fsdp1", 3, 4),
+    Layout("fsdp2", 3, 4, accumulation="unsharded"),
+    Layout("ddp", 3, 4),
+    Layout("fsdp2", 4, 2, tp=2),
+    Layout("fsdp2", 4, 2, replicas=2),
+]
+LONG = [
+    *(Layout("fsdp2", 2, m) for m in (1, 2)),
+    Layout("fsdp2", 2, 4, tp=2),
+    Layout("fsdp2", 3, 1),
+    Layout("fsdp2", 4, 1),
+    Layout("fsdp2", 4, 2),
+    Layout("fsdp2", 4, 2, replicas=4),
+    Layout("fsdp2", 4, 1, accumulation="unsharded", replicas=2),
+    Layout("fsdp1", 4, 1),
+    Layout("ddp", 4, 2),
+    Layout("ddp", 4, 2, tp=2),
+    Layout("fsdp2", 6, 4),
+    Layout("fsdp2", 6, 2, replicas=3),
+    Layout("fsdp2", 6, 2, accumulation="unsharded"),
+    Layout("fsdp2", 6, 2, tp=2),
+    Layout("fsdp2", 8, 1),
+    Layout("fsdp2", 8, 1, tp=2),
+    Layout("fsdp2", 8, 2, tp=4),
+    Layout("fsdp2", 8, 1, tp=2, replicas=2),
+]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "layout",
-    [
-        Layout("fsdp2", 1, 4),
-        Layout("fsdp2", 2, 1),
-        Layout("fsdp2", 2, 4),
-        Layout("fsdp2", 3, 2),
-        Layout("fsdp2", 4, 2),
-    ],
-    ids=str,
+    "layout", [*QUICK, *(pytest.param(layout, marks=pytest.mark.long) for layout in LONG)], ids=str
 )
 def test_verify_layouts(pools: Pools, expected: Run, layout: Layout) -> None:
     for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS)):
         require_same(found, expected, f"{layout}, rank {rank}")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", [Layout("fsdp2", 4, 2, replicas=2), Layout("ddp", 4, 2)], ids=str)
+def test_verify_tbik_backend(pools: Pools, expected: Run, layout: Layout) -> None:
+    for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS, backend="tbik")):
+        require_same(found, expected, f"{layout} under tbik, rank {rank}")

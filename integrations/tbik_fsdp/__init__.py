@@ -2,6 +2,7 @@
 
 fsdp2.py            fully_shard: gradients of a module by reduce-scatter on covers, in backward; HSDP
 reduce_scatter.py   what FSDP2 calls for it
+fsdp1.py            FullyShardedDataParallel: gradients of a unit, by its communication hook
 ddp.py              DistributedDataParallel: gradients of a bucket, by its communication hook
 hooked.py           what they share
 data_ranks.py       meshes and groups; which modules are units
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tbik.errors import PlanError
 from tbik.fsdp import DataParallel, Settings
 
 
@@ -22,7 +22,9 @@ def make(model: Any, mesh: Any, settings: Settings, strategy: str, reshard_after
 
         return FullyShardedTree(model, mesh, settings, reshard_after_forward)
     if strategy == "fsdp1":
-        raise PlanError('fsdp.apply: strategy "fsdp1" is not there yet; use fsdp2 or ddp')
+        from tbik_fsdp.fsdp1 import FlatShardedTree
+
+        return FlatShardedTree(model, mesh, settings)
     from tbik_fsdp.ddp import ReplicatedTree
 
     return ReplicatedTree(model, mesh, settings)

@@ -32,12 +32,19 @@ class ReplicatedTree(HookedTree):
         ranks = Ranks(group_of(mesh, "ddp"))
         require_same_weights(model, ranks)
         self._reduces = ranks.size > 1 and settings.accumulation == "sharded"
-        wrapped: Any = DistributedDataParallel(
-            model, process_group=ranks.group, broadcast_buffers=False, init_sync=False
-        )
+        wrapped: Any = DistributedDataParallel(model, process_group=ranks.group, init_sync=False)
         super().__init__(model, wrapped, ranks, settings, "ddp")
         if self._reduces:
-            wrapped.register_comm_hook(None, calling(self, ReplicatedTree._fold_bucket))
+            fold = calling(self, ReplicatedTree._fold_bucket)
+
+            def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:  # DDP reads the names
+                result: torch.futures.Future[Tensor] = fold(bucket)
+                return result
+
+            # the annotations as DDP compares them
+            bucket_type: Any = dist.GradBucket  # type: ignore[attr-defined]
+            hook.__annotations__ = {"bucket": bucket_type, "return": torch.futures.Future[Tensor]}
+            wrapped.register_comm_hook(None, hook)
             self._expected = self._names
 
     @contextlib.contextmanager
@@ -48,7 +55,7 @@ class ReplicatedTree(HookedTree):
         with quiet, super().micro_step(num_samples) as step:
             yield step
 
-    def _fold_bucket(self, state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def _fold_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         gradients = bucket.gradients()
         keys = [self._key_of(parameter) for parameter in bucket.parameters()]
         rows_CSN = self._rows([[gradient] for gradient in gradients], keys)
