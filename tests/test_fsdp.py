@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
+import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from assertions import assert_bitwise_equal
+from assertions import assert_bits_differ, assert_bitwise_equal
+from cases import wide_exponents
 from spawn import Pool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 import tbik
-from tbik import TreePlan, fsdp, reference
+from tbik import TreePlan, fsdp, gradient_norm, reference
+from tbik.errors import PlanError
 from tbik.gradients import upstream
 from tbik.tree import Node
 
@@ -321,3 +327,263 @@ def test_verify_layouts(pools: Pools, expected: Run, layout: Layout) -> None:
 def test_verify_tbik_backend(pools: Pools, expected: Run, layout: Layout) -> None:
     for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS, backend="tbik")):
         require_same(found, expected, f"{layout} under tbik, rank {rank}")
+
+
+# --- what stock torch does --------------------------------------------------------------------------------------------
+
+
+def stock_gradient(world: int, m: int, mesh: Any = None) -> Named:
+    """The first step's gradients of the stock model under stock FSDP2, or under nothing on one rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = qwen3()
+    if mesh is not None:
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    rank = 0 if mesh is None else mesh.get_local_rank()
+    for a in range(BATCH // world // m):
+        first = (a * world + rank) * m
+        batch = batch_of(0, range(first, first + m)).padded("right")
+        del batch["num_items_in_batch"]
+        labels = batch.pop("labels")
+        logits = model(**batch).logits[:, :-1]
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        (total / TOTAL_TOKENS).backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad: Any = parameter.grad
+        found[name] = grad.clone() if mesh is None else grad.full_tensor()
+    return found
+
+
+def stock_on_rank(group: dist.ProcessGroup, m: int) -> Named:
+    return stock_gradient(group.size(), m, init_device_mesh("cpu", (group.size(),)))
+
+
+@pytest.mark.multiprocess
+def test_verify_stock_differs_in_each_layout(pools: Pools) -> None:
+    """Negative control: the same data on the stock model; no two of these layouts have one set of bits."""
+    runs = {
+        "1 rank, m=1": stock_gradient(1, 1),
+        "1 rank, m=4": stock_gradient(1, 4),
+        "2 ranks, m=4": pools.run(stock_on_rank, 2, 4)[0],
+        "3 ranks, m=4": pools.run(stock_on_rank, 3, 4)[0],
+    }
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for first, second in itertools.combinations(runs, 2):
+        assert_bits_differ(runs[first][name], runs[second][name], f"{first} and {second}")
+
+
+# --- scalars ----------------------------------------------------------------------------------------------------------
+
+
+def exact_norm(gradients: Named) -> float:
+    """sqrt of the exact sum of squares, by rational numbers and math.fsum."""
+    squares = [value * value for g in gradients.values() for value in g.to(torch.float64).flatten().tolist()]
+    by_fsum = math.fsum(squares)  # each square of an fp32 value is exact in fp64
+    assert by_fsum == float(sum(map(Fraction, squares)))
+    return math.sqrt(by_fsum)
+
+
+def test_verify_norm_is_the_exact_sum(expected: Run) -> None:
+    """Of this very run, and of wide exponents, subnormals, signed zeros and more elements than one chunk."""
+    gradients = dict(expected.gradients)
+    del gradients["lm_head.weight"]  # the same elements as the embedding
+    assert expected.norms[0].hex() == exact_norm(gradients).hex()
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(3):
+        wide = wide_exponents((3, 1001), torch.float32, seed, 60)
+        tiny = torch.randint(0, 1 << 24, (99,), generator=generator, dtype=torch.int32).view(torch.float32)
+        cases = {"wide": wide, "tiny": tiny, "zeros": torch.tensor([0.0, -0.0]), "none": torch.empty(0)}
+        assert gradient_norm.norm(cases.values()).hex() == exact_norm(cases).hex()
+        assert gradient_norm.norm([tiny]).hex() == exact_norm({"tiny": tiny}).hex()
+    assert gradient_norm.norm([torch.full(((1 << 20) + 7,), 3.0)]) == 3.0 * math.sqrt((1 << 20) + 7)
+    large = torch.full((4,), torch.finfo(torch.float32).max)
+    assert gradient_norm.norm([large]) == 2.0 * torch.finfo(torch.float32).max
+    assert gradient_norm.norm([torch.tensor([1.0, math.inf])]) == math.inf
+    assert math.isnan(gradient_norm.norm([torch.tensor([1.0, math.nan]), torch.tensor([math.inf])]))
+    with pytest.raises(PlanError, match="fp32"):
+        gradient_norm.norm([torch.ones(2, dtype=torch.bfloat16)])
+
+
+def test_verify_fp32_norm_differs() -> None:
+    """Negative control: torch's norm of the same gradients is another number, and depends on how they are cut."""
+    wide = wide_exponents((4096,), torch.float32, 1, 4)
+    exact = torch.tensor(gradient_norm.norm([wide]), dtype=torch.float64)
+    flat = torch.linalg.vector_norm(wide).double()
+    assert_bits_differ(exact, flat, "one norm in fp32")
+    cut = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in wide.split(100)])).double()
+    assert_bits_differ(flat, cut, "a norm of norms")
+
+
+@pytest.mark.parametrize(("norm", "max_norm"), [(3.0, 1.0), (0.25, 1.0), (0.0, 0.0), (1e-9, 1e-9), (math.inf, 1.0)])
+def test_verify_clip_coefficient(norm: float, max_norm: float) -> None:
+    exact = min(1.0, max_norm / (norm + 1e-6))
+    assert gradient_norm.clip_coefficient(norm, max_norm) == float(torch.tensor(exact, dtype=torch.float32))
+    assert math.isnan(gradient_norm.clip_coefficient(math.nan, 1.0))
+    with pytest.raises(PlanError, match="max_norm"):
+        gradient_norm.clip_coefficient(1.0, -1.0)
+
+
+def test_verify_clip_multiplies_every_gradient() -> None:
+    tree = start(Layout(m=8), 8)
+    with tree.micro_step() as micro:
+        micro.backward(tree.model(**batch_of(0, micro.samples).packed()).loss, upstream(TOTAL_TOKENS))
+    tree.finish()
+    assert tree.loss_sum is None  # nothing was reported
+    before = {name: p.grad.clone() for name, p in tree.inner.named_parameters() if p.grad is not None}
+    norm = tree.clip_grad_norm(0.5)
+    coefficient = gradient_norm.clip_coefficient(norm, 0.5)
+    assert 0 < coefficient < 1
+    for name, parameter in tree.inner.named_parameters():
+        assert_bitwise_equal(parameter.grad, before[name] * torch.tensor(coefficient), name)
+
+
+def test_verify_loss_is_a_token_mean() -> None:
+    """Two tokens of loss 4 and eight of loss 1, in two micro-steps of unequal size: 1.6, not the mean of means 2.5."""
+
+    class Scale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, total: float) -> Tensor:
+            return (self.weight * total).sum()
+
+    tree = fsdp.apply(Scale(), samples_per_step=2, micro_steps=2, strategy="single")
+    for total in (2 * 4.0, 8 * 1.0):
+        with tree.micro_step() as micro:
+            loss = tree.model(total)
+            micro.report(loss)
+            micro.backward(loss, upstream(10))
+    tree.finish()
+    assert tree.loss_sum is not None and tree.loss_sum / 10 == 1.6
+
+
+# --- checkpointing, wire ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_verify_checkpointing(pools: Pools, expected: Run) -> None:
+    require_same(train(Layout(m=8, checkpointing=True), STEPS), expected, "checkpointed, one rank")
+    layout = Layout("fsdp2", 2, 4, checkpointing=True)
+    for rank, found in enumerate(pools.run(train_on_rank, 2, layout, STEPS)):
+        require_same(found, expected, f"{layout}, rank {rank}")
+
+
+@pytest.mark.multiprocess
+def test_verify_bfloat16_wire(pools: Pools, expected: Run) -> None:
+    """grad_wire_dtype changes bits on one rank as on many."""
+    narrow = train(Layout(m=2, narrow=True), STEPS)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert_bits_differ(narrow.gradients[name], expected.gradients[name], "grad_wire_dtype")
+    for layout in (Layout("fsdp2", 2, 4, narrow=True), Layout("ddp", 3, 4, narrow=True)):
+        for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS)):
+            require_same(found, narrow, f"{layout}, rank {rank}")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def small() -> Any:
+    return tbik.parallelize(qwen3(), None, PLAN, compute_dtype=torch.bfloat16)
+
+
+def test_verify_refusals_at_construction() -> None:
+    apply = functools.partial(fsdp.apply, samples_per_step=8, strategy="single")
+    with pytest.raises(PlanError, match="whose sums are not in the canonical order; use tbik.parallelize"):
+        apply(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    with pytest.raises(PlanError, match="m must be a power of two.*micro_steps that work: 3, 6, 12, 24"):
+        apply(small(), samples_per_step=24, micro_steps=4)
+    with pytest.raises(PlanError, match="strategy is one of"):
+        apply(small(), strategy="zero3")
+    with pytest.raises(PlanError, match="needs a mesh"):
+        apply(small(), strategy="fsdp2")
+    with pytest.raises(PlanError, match="the model was parallelized with"):
+        apply(small(), None, TreePlan(leaves=6))
+    with pytest.raises(PlanError, match="compute_dtype is for a Hugging Face model as loaded"):
+        apply(small(), compute_dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match="accumulation"):
+        apply(small(), accumulation="later")
+    hooked = small()
+    hooked.lm_head.weight.register_hook(lambda grad: grad)
+    with pytest.raises(PlanError, match="gradient hook of somebody else"):
+        apply(hooked)
+    stock = qwen3().to(torch.float32)
+    assert fsdp.apply(
+        stock, None, PLAN, samples_per_step=8, strategy="single", compute_dtype=torch.bfloat16
+    ).inner.setting
+
+
+def refusals_on_rank(group: dist.ProcessGroup) -> dict[str, str]:
+    """What -> the message, or "" if nothing was refused."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (group.size(),))
+    found = {}
+
+    def attempt(what: str, action: Any) -> None:
+        try:
+            action()
+            found[what] = ""
+        except Exception as error:
+            found[what] = f"{type(error).__name__}: {error}"
+
+    def apply(model: Any = None, **arguments: Any) -> fsdp.DataParallel:
+        model = small() if model is None else model
+        return fsdp.apply(model, mesh, **{"samples_per_step": 8, "micro_steps": 4, **arguments})
+
+    def step(tree: fsdp.DataParallel, m: int | None = None, step: int = 0) -> None:
+        with tree.micro_step(m) as micro:
+            micro.backward(tree.model(**batch_of(step, micro.samples).packed()).loss, upstream(TOTAL_TOKENS))
+
+    attempt("reduce dtype", lambda: apply(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)))
+    attempt("wrapped", lambda: apply(fully_shard(small(), mesh=mesh)))
+    attempt("wrapped ddp", lambda: apply(DistributedDataParallel(small()), strategy="ddp"))
+    compiled = small()
+    compiled.model.layers[0].compile(backend="eager")
+    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    attempt("compiled bf16", lambda: apply(compiled, mp_policy=bfloat16))
+    other = small()
+    if group.rank():
+        with torch.no_grad():
+            other.model.norm.weight[3] += 1
+    attempt("weights", lambda: apply(other))
+    attempt("unequal micro-batches", lambda: step(apply(micro_steps=None), 1 + group.rank()))
+
+    def foreign() -> None:
+        tree = apply()
+        tree.model.model.layers[0].set_requires_gradient_sync(False)
+        step(tree)
+
+    attempt("foreign", foreign)
+
+    def compiled_later() -> None:
+        tree = apply(mp_policy=bfloat16)
+        tree.model.compile(backend="eager")
+        step(tree)
+
+    attempt("compiled later", compiled_later)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.multiprocess
+def test_verify_refusals_on_ranks(pools: Pools) -> None:
+    expected = {
+        "reduce dtype": "PlanError.*reduce_dtype torch.bfloat16 would round every partial sum",
+        "wrapped": "PlanError.*is wrapped already",
+        "wrapped ddp": "PlanError.*is wrapped already",
+        "compiled bf16": "PlanError.*compiled model with param_dtype=bfloat16",
+        "weights": "IntegrityError.*model.norm.weight",
+        "unequal micro-batches": "PlanError.*disagree about the samples of each rank.*1 on rank 0; 2 on rank 1",
+        "foreign": "PlanError.*were not exchanged by tbik.*communication was replaced",
+        "compiled later": "PlanError.*compiled model with param_dtype=bfloat16",
+    }
+    for found in pools.run(refusals_on_rank, 2):
+        assert found.keys() == expected.keys()
+        for what, pattern in expected.items():
+            assert re.match(pattern, found[what], re.DOTALL), f"{what}: {found[what] or 'not refused'}"
