@@ -35,6 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 class RankSums(Protocol):
     """How the ranks of one group add: what a device brings."""
 
+    bytes_sent: int
+
     def sum_plain(self, x: Tensor) -> Tensor:
         """cast(node(0, W) of the ranks' x); may write to x."""
 
@@ -46,26 +48,30 @@ class RankSums(Protocol):
 
 
 class CpuRankSums:
-    """Over the tbik backend of torch.distributed."""
+    """Over the tbik backend of torch.distributed. bytes_sent: of values that this rank gave to the sums."""
 
     def __init__(self, ranks: list[int], rank: int) -> None:
+        self.bytes_sent = 0
         self.group = dist.new_group(ranks, timeout=TIMEOUT, backend="tbik", use_local_synchronization=True)
         self.size, self.rank = len(ranks), rank
         assert isinstance(self.group, dist.ProcessGroup)
 
     def sum_plain(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        self.bytes_sent += x.nbytes
         self.group.allreduce([x]).wait()
         return x
 
     def scatter_plain(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        self.bytes_sent += x.nbytes
         dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
         return out
 
     def sum_cover(self, values: Tensor, shard: Shard, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if shard.is_node_per_rank and shard.plan.wire_dtype is None:
             return _finish(self.sum_plain(values[0]), bias, out_dtype)
+        self.bytes_sent += values.nbytes
         cover = Cover(values, tree.cover(*shard.runs[self.rank]), shard.plan.leaves)
         return all_reduce(
             cover, self.group, plan=shard.plan, runs=shard.runs, wire=True, bias=bias, out_dtype=out_dtype

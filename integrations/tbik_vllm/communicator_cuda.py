@@ -25,10 +25,11 @@ GATHER_BYTES = 256 * 1024
 
 class CudaRankSums:
     def __init__(self, group: Any, size: int) -> None:
-        self.group, self.size = group, size
+        self.group, self.size, self.bytes_sent = group, size, 0
 
     def sum_plain(self, x: Tensor) -> Tensor:
         flat = x.contiguous().view(-1)
+        self.bytes_sent += flat.nbytes
         if flat.numel() * flat.element_size() <= GATHER_BYTES:
             gathered = flat.new_empty(self.size, flat.numel())
             dist.all_gather_into_tensor(gathered.view(-1), flat, group=self.group)
@@ -41,6 +42,7 @@ class CudaRankSums:
         return whole[: flat.numel()].view(x.shape)
 
     def scatter_plain(self, x: Tensor) -> Tensor:
+        self.bytes_sent += x.nbytes
         return self._fold_mine(x.contiguous().view(-1)).view(x.shape[0] // self.size, *x.shape[1:])
 
     def sum_cover(self, values: Tensor, shard: Shard, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -69,6 +69,8 @@ def require_known_vllm() -> None:
         )
     for name, expected in SIGNATURES.items():
         found = parameters_of(name)
+        if found is None:
+            raise PlanError(f"tbik_vllm: vLLM {version} has no such symbol as {name}, which this plug-in relies on")
         if found != expected:
             raise PlanError(
                 f"tbik_vllm: {name} of vLLM {version} takes ({found.replace(' ', ', ')}), expected "
@@ -76,8 +78,8 @@ def require_known_vllm() -> None:
             )
 
 
-def parameters_of(name: str) -> str:
-    """The parameter names of a symbol, separated by spaces; what is missing is said in words."""
+def parameters_of(name: str) -> str | None:
+    """The parameter names of a symbol, separated by spaces; None if there is no such symbol."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         try:
@@ -87,8 +89,8 @@ def parameters_of(name: str) -> str:
         for part in parts[count:]:
             found = inspect.getattr_static(found, part, None) if isinstance(found, type) else getattr(found, part, None)
             if found is None:
-                return "nothing: there is no such symbol"
+                return None
         found = getattr(found, "__func__", found)
         names = list(inspect.signature(found).parameters)
         return " ".join(names[1:] if names[:1] == ["cls"] else names)
-    return "nothing: there is no such module"
+    return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import (
@@ -37,9 +38,11 @@ from tbik_vllm.weights import Watch
 class TbikLinearMethod(UnquantizedLinearMethod):
     """How a layer multiplies by its weight: packed once, again after every write."""
 
-    def __init__(self, plan: TreePlan, run: CoverRun, parallel: Parallel | None) -> None:
+    def __init__(
+        self, plan: TreePlan, run: CoverRun, parallel: Parallel | None, out_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.plan, self.run, self.parallel = plan, run, parallel
+        self.plan, self.run, self.parallel, self.out_dtype = plan, run, parallel, out_dtype
 
     def spec(self, layer: Any) -> PackSpec:
         dtype = layer._parameters["weight"].dtype
@@ -55,7 +58,13 @@ class TbikLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear(
-            x, pack_of(layer), bias, plan=self.plan, compute_dtype=layer.tbik_spec.compute_dtype, parallel=self.parallel
+            x,
+            pack_of(layer),
+            bias,
+            plan=self.plan,
+            compute_dtype=layer.tbik_spec.compute_dtype,
+            out_dtype=self.out_dtype,
+            parallel=self.parallel,
         )
 
 
@@ -69,8 +78,8 @@ def pack_of(layer: Any) -> ops.PackedWeight:
     return pack
 
 
-def _take_over(layer: LinearBase, shard: Shard | None) -> TreePlan:
-    """Swap the linear method. shard: of a row-parallel layer."""
+def take_over(layer: LinearBase, shard: Shard | None, out_dtype: torch.dtype | None = None) -> None:
+    """Swap the linear method. shard: of a row-parallel layer. out_dtype: that of the input by default."""
     name = f"{type(layer).__name__} {layer.prefix!r}"
     if type(layer.quant_method) is not UnquantizedLinearMethod:
         raise PlanError(
@@ -80,32 +89,31 @@ def _take_over(layer: LinearBase, shard: Shard | None) -> TreePlan:
     plan = shard.plan if shard is not None else plan_for(get_current_vllm_config())
     whole = CoverRun(layer.input_size, 0, plan.leaves)
     run = whole if shard is None else shard.run
-    layer.quant_method = TbikLinearMethod(plan, run, None if shard is None else "row")
-    return plan
+    layer.quant_method = TbikLinearMethod(plan, run, None if shard is None else "row", out_dtype)
 
 
 class TbikReplicatedLinear(ReplicatedLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _take_over(self, None)
+        take_over(self, None)
 
 
 class TbikColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _take_over(self, None)
+        take_over(self, None)
 
 
 class TbikMergedColumnParallelLinear(MergedColumnParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _take_over(self, None)
+        take_over(self, None)
 
 
 class TbikQKVParallelLinear(QKVParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _take_over(self, None)
+        take_over(self, None)
 
 
 class TbikRowParallelLinear(RowParallelLinear):
@@ -122,7 +130,7 @@ class TbikRowParallelLinear(RowParallelLinear):
             raise PlanError(f"tbik_vllm: {name} hands its bias to the model (skip_bias_add); it belongs to the root")
         plan = plan_for(get_current_vllm_config())
         self.tbik_shard = equal_shard(name, plan, self.input_size, self.tp_rank, self.tp_size)
-        _take_over(self, self.tbik_shard)
+        take_over(self, self.tbik_shard)
         self.tbik_sums = tensor_parallel_sums() if self.tp_size > 1 else None
 
     def forward(self, input_: Tensor) -> Any:

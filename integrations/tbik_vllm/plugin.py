@@ -16,7 +16,7 @@ from typing import Any
 
 from tbik import PlanError, TreePlan
 from tbik_vllm import guard, refusals
-from tbik_vllm.settings import Settings, activate, plan_for
+from tbik_vllm.settings import Settings, activate, active_plan, plan_for
 
 _installed: Settings | None = None
 _REPLACED: dict[str, type] = {}
@@ -55,6 +55,20 @@ def install() -> None:
         _wrap_config(platform)
         _wrap_loader()
     _installed = settings
+
+
+def status() -> dict[str, Any]:
+    """Of this worker: fingerprint of its plan (None for the collectives alone), bytes_sent since the last call."""
+    from vllm.distributed import get_tp_group
+
+    from tbik_vllm.communicator import tensor_parallel_sums
+
+    sent = 0
+    if get_tp_group().world_size > 1:
+        sums = tensor_parallel_sums()
+        sent, sums.bytes_sent = sums.bytes_sent, 0
+    plan = None if _installed is None or _installed.mode == "allreduce" else active_plan().fingerprint()
+    return {"fingerprint": plan, "bytes_sent": sent}
 
 
 def _logger() -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
@@ -25,6 +26,7 @@ class _Turning(RotaryEmbedding):
     """forward(positions, query, key) of the classes below."""
 
     tables: tuple[Tensor, Tensor]
+    last: tuple[Any, Tensor, tuple[Tensor, Tensor]] | None = None
 
     def _start(self, parameters: Mapping[str, Any]) -> None:
         fields = {"head_dim": self.rotary_dim, "rope_parameters": {"rope_theta": self.base, **parameters}}
@@ -34,6 +36,19 @@ class _Turning(RotaryEmbedding):
         # no buffers: vLLM's reload moves those to the meta device and back
         self.tables = ops.rope_tables(torch.arange(count), inv_freq, scale=scale)
 
+    def _rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """sin, cos of each token; looked up once per step, whose positions stay what they are."""
+        if not is_forward_context_available():
+            return self._look_up(positions)
+        step = get_forward_context()
+        if self.last is None or self.last[0] is not step or self.last[1] is not positions:
+            self.last = (step, positions, self._look_up(positions))
+        return self.last[2]
+
+    def _look_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        sin, cos = (table.index_select(0, positions) for table in self.tables)
+        return sin, cos
+
     def _compute_cos_sin_cache(self) -> Tensor:
         return torch.empty(0)  # the stock table, which nobody reads
 
@@ -41,7 +56,7 @@ class _Turning(RotaryEmbedding):
         """query, key [T, heads * D] -> alike, turned by the rows of positions [T]."""
         if positions.dim() != 1:
             raise PlanError(f"tbik_vllm: rope takes positions [T], got {list(positions.shape)} (multimodal rope)")
-        sin, cos = (table.index_select(0, positions) for table in self.tables)
+        sin, cos = self._rows(positions)
         turned = [
             None
             if x is None

@@ -62,9 +62,9 @@ def _status() -> dict[str, Any]:
     """Of the plug-in in this process; empty where it is off."""
     if os.environ.get("TBIK") != "1":
         return {}
-    from tbik_vllm.settings import active_plan
+    from tbik_vllm.plugin import status
 
-    return {"fingerprint": active_plan().fingerprint(), "bytes_sent": 0}
+    return status()
 
 
 def pieces(model: Any, itemsize: int, tied: bool) -> Iterator[Piece]:

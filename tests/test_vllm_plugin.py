@@ -1,0 +1,617 @@
+"""The vLLM plug-in without an engine: layers built in a vLLM process, refusals, weights that are written to.
+
+vLLM is no dependency of tbik: `make vllm` makes an environment with both, and these tests run there:
+.venv-vllm/bin/python -m pytest tests/test_vllm_plugin.py
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_bits_differ, assert_bitwise_equal
+from cases import wide_exponents
+
+import tbik
+from tbik import PlanError, TreePlan, ops
+from tbik.plan import ModelShape
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed here; `make vllm` makes an environment that has it")
+
+PLAN = TreePlan(leaves=8)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+ENVIRONMENT = {
+    "TBIK": "1",
+    "TBIK_PLAN": json.dumps({"leaves": PLAN.leaves}),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> Iterator[None]:
+    """The plug-in as vLLM loads it; it stays for the rest of the process."""
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    os.environ.pop("TBIK_VLLM", None)
+    import tbik_vllm
+
+    tbik_vllm.register()
+    tbik_vllm.register()  # vLLM may call it again
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+def engine_config(folder: Path, **arguments: Any) -> Any:
+    """What vLLM checks before it starts anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = {"model": str(folder), "skip_tokenizer_init": True, "max_model_len": 256} | arguments
+    return EngineArgs(**settings).create_engine_config()
+
+
+# --- refusals before the start ---------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "architecture": ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, {}, "the architecture"),
+    "parallel block": ({"architectures": ["CohereForCausalLM"], "model_type": "cohere"}, {}, "the architecture"),
+    "quantization": ({}, {"quantization": "fp8"}, "quantization"),
+    "lora": ({}, {"enable_lora": True}, "enable_lora"),
+    "kv cache": ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "pipeline": ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    "speculation": (
+        {},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "speculative_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_verify_engines_are_refused_before_they_start(case: str, tmp_path: Path) -> None:
+    changes, arguments, named = REFUSED[case]
+    with pytest.raises(Exception, match="tbik_vllm") as caught:
+        engine_config(write_config(tmp_path / "model", **changes), **arguments)
+    assert named in str(caught.value)
+
+
+def test_verify_plans_that_cut_a_shard_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBIK_PLAN", '{"leaves": 12}')
+    with pytest.raises(Exception, match="TP=8, L=12: intermediate.*no leaf cut"):
+        engine_config(write_config(tmp_path / "model"), tensor_parallel_size=8)
+
+
+def test_verify_a_plain_engine_is_accepted_and_eager(tmp_path: Path) -> None:
+    """Negative control of the refusals; compiled graphs are turned off."""
+    from vllm.config import CompilationMode
+
+    config = engine_config(write_config(tmp_path / "model"), tensor_parallel_size=2)
+    assert config.model_config.enforce_eager
+    assert config.compilation_config.mode == CompilationMode.NONE
+
+
+REFUSED_OPTIONS = {
+    "sequence parallel": ("compilation_config.pass_config", "enable_sp", True),
+    "fused all-reduce and norm": ("compilation_config.pass_config", "fuse_allreduce_rms", True),
+    "expert parallel": ("parallel_config", "enable_expert_parallel", True),
+    "data parallel": ("parallel_config", "data_parallel_size", 2),
+    "context parallel": ("parallel_config", "decode_context_parallel_size", 2),
+    "V2 runner": ("", "use_v2_model_runner", True),
+    "pooling": ("model_config", "runner_type", "pooling"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
+def test_verify_options_of_other_platforms_are_refused(case: str) -> None:
+    """Options that the CPU platform turns off itself: the check is asked directly."""
+    from tbik_vllm.refusals import refuse_config
+
+    def config() -> SimpleNamespace:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(
+                architectures=["Qwen3ForCausalLM"], quantization=None, dtype=torch.bfloat16, runner_type="generate"
+            ),
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1,
+                data_parallel_size=1,
+                prefill_context_parallel_size=1,
+                decode_context_parallel_size=1,
+                enable_expert_parallel=False,
+                enable_eplb=False,
+                enable_dbo=False,
+                enable_elastic_ep=False,
+            ),
+            compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            quant_config=None,
+            lora_config=None,
+            speculative_config=None,
+            use_v2_model_runner=False,
+        )
+
+    refuse_config(config())
+    where, name, value = REFUSED_OPTIONS[case]
+    changed = config()
+    target: Any = changed
+    for part in where.split("."):
+        target = getattr(target, part) if part else target
+    setattr(target, name, value)
+    with pytest.raises(PlanError, match=name.removesuffix("_type").replace("use_v2_model_runner", "V2_MODEL_RUNNER")):
+        refuse_config(changed)
+
+
+def test_verify_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tbik_vllm
+    from tbik_vllm.settings import Settings, plan_from_text
+
+    monkeypatch.setenv("TBIK", "yes")
+    with pytest.raises(PlanError, match="TBIK: expected 1"):
+        tbik_vllm.register()
+    monkeypatch.setenv("TBIK_VLLM", "half")
+    with pytest.raises(PlanError, match="TBIK_VLLM"):
+        Settings.from_environment()
+    assert plan_from_text('{"leaves": 12}') == TreePlan(leaves=12)
+    assert plan_from_text(PLAN.key()) == PLAN
+    for text in ("{", "8", '{"leafs": 8}', '{"leaves": "8"}'):
+        with pytest.raises(PlanError):
+            plan_from_text(text)
+
+
+def test_verify_derived_plans_ignore_the_tp_size() -> None:
+    """A function of the config; SmolLM2's nine heads allow equal shards at TP 1 and 3 only."""
+    from tbik_vllm.settings import derived_plan
+
+    qwen = ModelShape(heads=16, kv_heads=8, head_dim=128, hidden=1024, intermediate=3072, vocab=151936)
+    smollm2 = ModelShape(heads=9, kv_heads=3, head_dim=64, hidden=576, intermediate=1536, vocab=49152)
+    assert derived_plan(qwen).leaves == 8
+    for tp in (1, 2, 4, 8):
+        derived_plan(qwen).layout(qwen, tp, equal=True)
+    for tp in (1, 3):
+        derived_plan(smollm2).layout(smollm2, tp, equal=True)
+    with pytest.raises(PlanError):
+        derived_plan(smollm2).layout(smollm2, 2, equal=True)
+
+
+def test_verify_signatures_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tbik_vllm import guard
+
+    guard.require_known_vllm()
+    name = "vllm.v1.sample.sampler.Sampler.sample"
+    monkeypatch.setattr(guard, "SIGNATURES", {name: "self logits"})
+    with pytest.raises(PlanError, match="Sampler.sample"):
+        guard.require_known_vllm()
+    monkeypatch.setattr(guard, "SIGNATURES", {"vllm.v1.sample.sampler.Nobody.sample": "self"})
+    with pytest.raises(PlanError, match="no such symbol"):
+        guard.require_known_vllm()
+    monkeypatch.setattr(guard, "TESTED_VERSIONS", ("0.1.0",))
+    with pytest.raises(PlanError, match="untested"):
+        guard.require_known_vllm()
+
+
+# --- layers, at one rank and at two ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = write_config(tmp_path_factory.mktemp("plugin") / "model")
+    with vllm_rank(0, 1, folder, tempfile.mktemp()):
+        yield
+
+
+class vllm_rank:
+    """A vLLM worker without model: its config is current and its tensor-parallel group is made."""
+
+    def __init__(self, rank: int, world: int, folder: Path, meeting: str) -> None:
+        from vllm.config import set_current_vllm_config
+
+        self.rank, self.world, self.meeting = rank, world, meeting
+        self.config = engine_config(folder, tensor_parallel_size=world)
+        self.current = set_current_vllm_config(self.config)
+
+    def __enter__(self) -> None:
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+        self.current.__enter__()
+        os.environ["VLLM_DIST_IDENT"] = os.path.basename(self.meeting)
+        init_distributed_environment(self.world, self.rank, f"file://{self.meeting}", self.rank, "gloo")
+        initialize_model_parallel(self.world)
+
+    def __exit__(self, *exception: Any) -> None:
+        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        self.current.__exit__(*exception)
+
+
+def load(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None = None, shard: Any = None) -> None:
+    """A whole weight by the layer's own loader."""
+    arguments = () if shard is None else (shard,)
+    layer.weight.weight_loader(layer.weight, weight, *arguments)
+    if bias is not None:
+        layer.bias.weight_loader(layer.bias, bias, *arguments)
+
+
+def finish(layer: Any) -> Any:
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def dense(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return wide_exponents(shape, torch.bfloat16, seed, spread=20)
+
+
+def all_layers() -> dict[str, torch.Tensor]:
+    """What every layer gives this rank; row-parallel, embedding and head are whole."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.linear import (
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        out = {}
+        x = dense((5, 192), 1)
+        row = RowParallelLinear(192, 96, bias=True, prefix="row")
+        load(row, dense((96, 192), 2), dense((96,), 3))
+        finish(row)
+        out["row"] = row(x[:, 192 // world * rank : 192 // world * (rank + 1)])[0]
+        h = dense((5, 96), 4)
+        merged = MergedColumnParallelLinear(96, [192, 192], bias=False, prefix="merged")
+        for part in (0, 1):
+            load(merged, dense((192, 96), 5 + part), shard=part)
+        out["merged"] = finish(merged)(h)[0]
+        qkv = QKVParallelLinear(96, 64, 8, 4, bias=True, prefix="qkv")
+        for part, heads, seed in (("q", 8, 7), ("k", 4, 8), ("v", 4, 9)):
+            load(qkv, dense((heads * 64, 96), seed), dense((heads * 64,), seed + 10), part)
+        out["qkv"] = finish(qkv)(h)[0]
+        replicated = ReplicatedLinear(96, 7, bias=False, prefix="replicated")
+        load(replicated, dense((7, 96), 20))
+        out["replicated"] = finish(replicated)(h)[0]
+        embedding = VocabParallelEmbedding(317, 96, prefix="embedding")
+        load(embedding, dense((317, 96), 21))
+        out["embedding"] = finish(embedding)(torch.tensor([0, 316, 5, 160, 159]))
+        head = ParallelLMHead(317, 96, prefix="head")
+        load(head, dense((317, 96), 22))
+        out["logits"] = LogitsProcessor(317)(finish(head), h)
+        return {name: value.clone() for name, value in out.items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def expected_layers(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """The same by tbik.ops on whole weights, as the trainer calls them."""
+    x, h = dense((5, 192), 1), dense((5, 96), 4)
+
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        return ops.linear(x, w, bias, plan=PLAN, **options)
+
+    def mine(y: torch.Tensor) -> torch.Tensor:
+        width = y.shape[1] // world
+        return y[:, width * rank : width * (rank + 1)]
+
+    parts = [mine(linear(h, dense((192, 96), 5 + part))) for part in (0, 1)]
+    heads = [mine(linear(h, dense((n * 64, 96), s), dense((n * 64,), s + 10))) for n, s in ((8, 7), (4, 8), (4, 9))]
+    return {
+        "row": linear(x, dense((96, 192), 2), dense((96,), 3), parallel="row"),
+        "merged": torch.cat(parts, 1),
+        "qkv": torch.cat(heads, 1),
+        "replicated": linear(h, dense((7, 96), 20)),
+        "embedding": dense((317, 96), 21)[torch.tensor([0, 316, 5, 160, 159])],
+        "logits": linear(h, dense((317, 96), 22), out_dtype=torch.float32),
+    }
+
+
+def test_verify_layers_equal_nn(one_rank: None) -> None:
+    got, expected = all_layers(), expected_layers(0, 1)
+    for name, value in expected.items():
+        assert_bitwise_equal(got[name], value, name)
+    stock = torch.nn.functional.linear(dense((5, 96), 4).float(), dense((317, 96), 22).float())
+    assert_bits_differ(stock, got["logits"], "torch's linear")
+
+
+def _rank_main(rank: int, world: int, folder: str, meeting: str, task: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    import tbik_vllm
+
+    tbik_vllm.register()
+    try:
+        with vllm_rank(rank, world, Path(folder), meeting):
+            results.put((rank, globals()[task](), ""))
+    except BaseException as error:
+        results.put((rank, None, f"{type(error).__name__}: {error}"))
+
+
+def on_ranks(world: int, task: Callable[[], Any], folder: Path) -> list[tuple[Any, str]]:
+    """[(task(), error) of each rank]; processes of their own, with a deadline."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    meeting = tempfile.mktemp()
+    ranks = [
+        context.Process(target=_rank_main, args=(r, world, str(folder), meeting, task.__name__, results), daemon=True)
+        for r in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        got = sorted((results.get(timeout=240) for _ in ranks), key=lambda result: result[0])
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+    return [(value, error) for _, value, error in got]
+
+
+def arrays(task: Callable[[], dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Tensors as bits and shapes, which travel between processes by value."""
+    return {name: (value.dtype, value.contiguous().view(torch.uint8).numpy().tobytes(), value.shape)
+            for name, value in task().items()}  # fmt: skip
+
+
+def all_layers_by_value() -> dict[str, Any]:
+    return arrays(all_layers)
+
+
+@pytest.mark.slow
+def test_verify_layers_of_two_ranks(tmp_path: Path) -> None:
+    """Sums over two ranks are the roots of one; columns and rows are this rank's."""
+    for rank, (got, error) in enumerate(on_ranks(2, all_layers_by_value, write_config(tmp_path / "model"))):
+        assert not error
+        for name, value in expected_layers(rank, 2).items():
+            dtype, content, shape = got[name]
+            mine = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+            assert_bitwise_equal(mine, value, f"{name} on rank {rank}")
+
+
+def unowned_sum() -> None:
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    tensor_model_parallel_all_reduce(torch.ones(3))
+
+
+@pytest.mark.slow
+def test_verify_sums_that_no_layer_owns_are_refused(tmp_path: Path) -> None:
+    for _, error in on_ranks(2, unowned_sum, write_config(tmp_path / "model")):
+        assert "no layer of tbik asked for" in error
+
+
+def test_verify_row_operators_equal_ops(one_rank: None) -> None:
+    from tbik_vllm.settings import activate
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.v1.sample.sampler import Sampler
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        x, residual, w = dense((5, 96), 1), dense((5, 96), 2), dense((96,), 3)
+        for cls, offset in ((RMSNorm, False), (GemmaRMSNorm, True)):
+            norm = cls(96, eps=1e-6)
+            norm.weight.data.copy_(w)
+            assert_bitwise_equal(norm(x), ops.rms_norm(x, w, 1e-6, offset=offset), cls.__name__)
+            got = norm(x.clone(), residual.clone())
+            for mine, theirs in zip(got, ops.add_rms_norm(x, residual, w, 1e-6, offset=offset), strict=True):
+                assert_bitwise_equal(mine, theirs, cls.__name__)
+        packed = dense((5, 192), 4)
+        assert_bitwise_equal(SiluAndMul()(packed), ops.silu_and_mul(packed), "silu")
+        assert_bitwise_equal(GeluAndMul("tanh")(packed), ops.gelu_and_mul(packed), "gelu")
+        positions = torch.tensor([0, 3, 255])
+        for parameters in (
+            {"rope_type": "default", "rope_theta": 10000.0},
+            {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        ):
+            rope = get_rope(64, 512, rope_parameters=parameters)
+            inv_freq, scale = ops.inverse_frequencies({"head_dim": 64, "rope_parameters": parameters})
+            sin, cos = ops.rope_tables(positions, inv_freq, scale=scale)
+            q, k = dense((3, 8 * 64), 5), dense((3, 4 * 64), 6)
+            for mine, x in zip(rope(positions, q.clone(), k.clone()), (q, k), strict=True):
+                theirs = ops.rope(x.view(3, -1, 64), sin, cos).view(3, -1)
+                assert_bitwise_equal(mine, theirs, parameters["rope_type"])
+        activate(PLAN)
+        logits = wide_exponents((4, 320), torch.float32, 7, spread=6)
+        assert_bitwise_equal(Sampler.compute_logprobs(logits), ops.log_softmax(logits, PLAN.leaves), "log-softmax")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_verify_attention_equals_the_trainers(one_rank: None) -> None:
+    """Over vLLM's cache and metadata: a prompt in two chunks, and packed attention of the whole sequence."""
+    from tbik_vllm.attention import TbikAttentionImpl
+
+    impl = TbikAttentionImpl(8, 64, 0.125, 4, None, None, "auto")
+    cache = torch.zeros(4, 4, 32, 128, dtype=torch.bfloat16)  # pages, KV heads, slots, keys and values
+    q, k, v = (dense((40, heads, 64), seed) for heads, seed in ((8, 1), (4, 2), (4, 3)))
+    slots = torch.tensor([(3 if t < 32 else 1) * 32 + t % 32 for t in range(40)])
+    got = []
+    for first, end in ((0, 25), (25, 40)):
+        impl.do_kv_cache_update(None, k[first:end], v[first:end], cache, slots[first:end])
+        metadata = SimpleNamespace(
+            num_actual_tokens=end - first,
+            block_table=torch.tensor([[3, 1]], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, end - first], dtype=torch.int32),
+        )
+        got.append(impl.forward(None, q[first:end], None, None, cache, metadata, torch.empty_like(q[first:end])))
+    assert_bitwise_equal(torch.cat(got), ops.attention(q, k, v, scale=0.125), "attention")
+    for arguments in (
+        {"kv_cache_dtype": "fp8"},
+        {"alibi_slopes": [0.5] * 8},
+        {"attn_type": "encoder"},
+        {"kv_sharing_target_layer_name": "other"},
+    ):
+        settings = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | arguments
+        with pytest.raises(PlanError, match="not supported"):
+            TbikAttentionImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=4, **settings)
+
+
+# --- layers that are refused -----------------------------------------------------------------------------------------
+
+
+def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
+    from tbik_vllm.refusals import refuse_model
+    from vllm.model_executor.layers.activation import GeluAndMul, QuickGELU
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    def refused(match: str, make: Callable[[], Any]) -> None:
+        with pytest.raises(PlanError, match=match):
+            make()
+
+    refused("reduce_results=False", lambda: RowParallelLinear(96, 96, False, reduce_results=False, prefix="a.down"))
+    refused("skip_bias_add", lambda: RowParallelLinear(96, 96, True, skip_bias_add=True, prefix="a.down"))
+    refused("quantised", lambda: RowParallelLinear(96, 96, False, quant_config=Fp8Config(), prefix="a.down"))
+    refused("cuts a leaf|leaf", lambda: equal_shards_of(100, 8))
+    refused("added rows", lambda: VocabParallelEmbedding(330, 96, org_num_embeddings=320, prefix="embed"))
+    refused("soft_cap", lambda: LogitsProcessor(320, soft_cap=30.0))
+    refused("scale", lambda: LogitsProcessor(320, scale=0.5))
+    refused("weight", lambda: RMSNorm(96, has_weight=False))
+    refused("tanh", lambda: GeluAndMul("none"))
+    model = torch.nn.Module()
+    model.act = QuickGELU()
+    refused("act is a .*QuickGELU", lambda: refuse_model(model, {}))
+
+
+def equal_shards_of(length: int, size: int) -> Any:
+    from tbik_vllm.sharding import equal_shard
+
+    return equal_shard("down", TreePlan(leaves=12), length - length % size, 0, size)
+
+
+# --- weights that are written to -------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "loader": lambda p, w: p.weight_loader(p, w),
+    "data.copy_": lambda p, w: p.data.copy_(w),
+    "copy_": lambda p, w: p.copy_(w),
+    "a row": lambda p, w: [p[i].copy_(w[i]) for i in range(len(w))] and None,
+    "narrow of data": lambda p, w: p.data.narrow(0, 0, len(w)).copy_(w),
+    "foreach": lambda p, w: torch._foreach_copy_([p], [w]),
+    "data = ": lambda p, w: setattr(p, "data", w.clone()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_verify_written_weights_are_packed_again(write: str, one_rank: None) -> None:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = RowParallelLinear(192, 96, bias=False, prefix="row")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x, first, second = dense((5, 192), 1), dense((96, 192), 2), dense((96, 192), 3)
+    load(layer, first)
+    finish(layer)
+    before = layer(x)[0].clone()
+    with torch.no_grad():
+        WRITES[write](layer.weight, second)
+    assert_bitwise_equal(layer(x)[0], ops.linear(x, second, plan=PLAN, parallel="row"), write)
+    assert_bits_differ(layer(x)[0], before, write)
+
+
+def test_verify_aliases_keep_no_pack(one_rank: None) -> None:
+    """An alias that lives on may be written to at any time; without one the pack is made once."""
+    from tbik_vllm.linear import pack_of
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = RowParallelLinear(192, 96, bias=False, prefix="row")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x, first, second = dense((5, 192), 1), dense((96, 192), 2), dense((96, 192), 3)
+    load(layer, first)
+    finish(layer)
+    assert pack_of(layer) is pack_of(layer)
+    alias = layer.weight.data
+    layer(x)
+    alias.copy_(second)
+    assert_bitwise_equal(layer(x)[0], ops.linear(x, second, plan=PLAN, parallel="row"), "an old alias")
+    alias.copy_(first)
+    del alias
+    assert_bitwise_equal(layer(x)[0], ops.linear(x, first, plan=PLAN, parallel="row"), "an alias that is gone")
+    assert pack_of(layer) is pack_of(layer)
+
+
+def test_verify_replaced_parameters_are_packed_again(one_rank: None) -> None:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    layer = RowParallelLinear(192, 96, bias=False, params_dtype=torch.bfloat16, prefix="row")
+    x, first, second = dense((5, 192), 1), dense((96, 192), 2), dense((96, 192), 3)
+    load(layer, first)
+    finish(layer)
+    layer.weight = torch.nn.Parameter(second.clone(), requires_grad=False)
+    assert_bitwise_equal(layer(x)[0], ops.linear(x, second, plan=PLAN, parallel="row"), "another parameter")
+
+
+def test_verify_the_plugin_is_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tbik_vllm
+
+    def fail() -> None:
+        raise AssertionError("installed")
+
+    import tbik_vllm.plugin
+
+    monkeypatch.setattr(tbik_vllm.plugin, "install", fail)
+    for value in ("", "0"):
+        monkeypatch.setenv("TBIK", value)
+        tbik_vllm.register()
+    monkeypatch.delenv("TBIK")
+    tbik_vllm.register()
+    monkeypatch.setenv("TBIK", "1")
+    with pytest.raises(AssertionError, match="installed"):
+        tbik_vllm.register()
+    assert tbik.__version__
