@@ -107,7 +107,8 @@ def save(folder: Path | str, run: Run, group: dist.ProcessGroup | None = None) -
         raise PlanError(f"checkpoint.save: {folder} exists; expected a new folder")
     values = dict(_tensors(run))
     rng = _rng_state()
-    _require_equal_over_ranks("random generators", rng, group)
+    for name, state in rng.items():
+        _require_equal_over_ranks(f"random generators ({name})", state, group)
     fingerprints = fingerprint_each({name: as_pieces(place, of) for name, (place, of) in values.items()}, group)
     items: dict[str, Any] = {
         "tensors": {
@@ -455,7 +456,8 @@ def _require_equal_over_ranks(what: str, value: Any, group: dist.ProcessGroup | 
     if other:
         raise PlanError(
             f"checkpoint.save: the {what} of ranks {other} are not those of rank 0; a checkpoint that another layout "
-            "can resume has one for all ranks. Seed every rank alike, and let nothing draw by rank"
+            "can resume has one for all ranks. Seed every rank alike (transformers.set_seed does), and let nothing draw by "
+            "rank"
         )
 
 

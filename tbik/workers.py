@@ -1,4 +1,4 @@
-"""Ranks on this machine: n processes, one gloo world on the loopback, one task, messages back; no orphans, no hanging.
+"""Ranks on this machine: n processes, one world on the loopback, one task, messages back; no orphans, no hanging.
 
     with Workers(n, task, argument) as workers:
         workers.tell(rank, message)
@@ -60,7 +60,10 @@ _KEPT_CLASSES = {"PlanError": PlanError, "IntegrityError": IntegrityError}
 
 
 class Workers:
-    """The processes. sizes: the group sizes that the task will ask for. silence_s, collective_s: deadlines."""
+    """The processes. sizes: the group sizes that the task will ask for. silence_s, collective_s: deadlines.
+
+    backend: of torch.distributed. None: gloo where there are several ranks, and no world for one alone.
+    """
 
     def __init__(
         self,
@@ -71,13 +74,14 @@ class Workers:
         sizes: Sequence[int] = (),
         silence_s: float = SILENCE_S,
         collective_s: float = COLLECTIVE_S,
+        backend: str | None = None,
     ) -> None:
         self.world_size, self._silence_s = world_size, silence_s
         self._folder = tempfile.mkdtemp(prefix="tbik-ranks-")
         self._processes: list[BaseProcess] = []
         self._pipes: list[connection.Connection] = []
         context = _context(task.__module__)
-        settings = (world_size, sorted({*sizes, world_size}), self._folder, collective_s)
+        settings = (world_size, sorted({*sizes, world_size}), self._folder, collective_s, backend)
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -222,7 +226,9 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _join_world(rank: int, world_size: int, sizes: Sequence[int], folder: str, collective_s: float) -> dict[int, Any]:
+def _join_world(
+    rank: int, world_size: int, sizes: Sequence[int], folder: str, collective_s: float, backend: str | None
+) -> dict[int, Any]:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
@@ -230,11 +236,11 @@ def _join_world(rank: int, world_size: int, sizes: Sequence[int], folder: str, c
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():  # the name of this host need not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if world_size == 1:
+    if world_size == 1 and backend is None:
         return {1: None}
     limit = datetime.timedelta(seconds=collective_s)
     store = FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(backend or "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     # every rank makes every group, in one order
     made = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes if size > 1}
     return {1: None, **made}

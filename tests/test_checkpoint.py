@@ -329,7 +329,7 @@ def _differing(group: dist.ProcessGroup, folder: str) -> str:
 def test_verify_generators_that_differ_over_ranks_are_refused(tmp_path: Path) -> None:
     with Pool(2) as ranks:
         for message in ranks.run(_differing, 2, str(tmp_path / "run")):
-            assert "random generators of ranks [1]" in message
+            assert "random generators (torch) of ranks [1]" in message
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
