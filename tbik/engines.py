@@ -43,7 +43,10 @@ _LOOK_S = 0.5
 
 
 class Product(NamedTuple):
-    """module: what its process runs. package: what that imports. venv: where `install` puts it, beside the sources."""
+    """module: what its process runs. package: what that imports. venv: where `install` puts it, beside the sources.
+
+    `install` leaves a file .PACKAGE-is-set-up in the venv when it is whole.
+    """
 
     module: str
     package: str
@@ -109,9 +112,8 @@ def interpreter(name: str) -> str:
     if any((Path(place) / product.package / "__init__.py").is_file() for place in sys.path if place):
         return sys.executable
     for folder in (ROOT, Path.cwd()):
-        candidate = folder / product.venv / "bin" / "python"
-        if candidate.exists():
-            return str(candidate)
+        if (folder / product.venv / f".{product.package}-is-set-up").is_file():
+            return str(folder / product.venv / "bin" / "python")
     raise PlanError(
         f"engine {name}: found no package {product.package} in {sys.executable} and no {product.venv}; install it "
         f"with: {product.install}, or name an interpreter that has it in {product.variable}"

@@ -8,6 +8,7 @@ has a tokenizer, else made-up ids. Errors: PlanError for what cannot run, before
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +127,7 @@ def make_job(
 
     prompt_tokens: (shortest, longest) prompt, made-up ids. Errors: PlanError for what cannot run, before any process.
     """
-    config = DecoderConfig.from_folder(folder)
+    shape, max_positions = _lengths(folder) if engine is not None else _lengths_of_decoder(folder)
     for name, values in (("--tp", tp_sizes), ("--batch", batch_sizes)):
         if not values or min(values) < 1 or len(set(values)) != len(values):
             raise PlanError(f"{name}: expected distinct integers >= 1, got {list(values)}")
@@ -139,18 +140,18 @@ def make_job(
         raise PlanError(f"--layers: expected some of {', '.join(MODES)}, got {', '.join(modes) or 'none'}")
     if against not in (None, "hf") or (against is not None and engine is None):
         raise PlanError(f"--against: expected hf, together with --engine, got {against!r}")
-    plan = TreePlan.for_model(config.shape, tp_sizes) if engine is None else _equal_plan(engine, config.shape, tp_sizes)
+    plan = TreePlan.for_model(shape, tp_sizes) if engine is None else _equal_plan(engine, shape, tp_sizes)
     if prompt_tokens is not None:
         if prompts is not None or not 1 <= prompt_tokens[0] <= prompt_tokens[1]:
             raise PlanError(
                 f"--prompt-tokens: expected LOW-HIGH, 1 <= LOW <= HIGH, without --prompts, got {prompt_tokens}"
             )
-        ids, texts = _made_up(config, _spread(*prompt_tokens, max(batch_sizes))), None
+        ids, texts = _made_up(shape, _spread(*prompt_tokens, max(batch_sizes))), None
     else:
-        ids, texts = _prompt_ids(folder, config, prompts, max(batch_sizes))
+        ids, texts = _prompt_ids(folder, shape, prompts, max(batch_sizes))
     longest = max(map(len, ids)) + new_tokens
-    if longest > config.max_positions:
-        raise PlanError(f"prompts: {longest} positions are needed, the model has {config.max_positions}")
+    if longest > max_positions:
+        raise PlanError(f"prompts: {longest} positions are needed, the model has {max_positions}")
     job = Job(
         folder=str(folder),
         prompts=tuple(ids),
@@ -164,6 +165,21 @@ def make_job(
         against=against,
     )
     return job, texts
+
+
+def _lengths_of_decoder(folder: Path) -> tuple[ModelShape, int]:
+    config = DecoderConfig.from_folder(folder)
+    return config.shape, config.max_positions
+
+
+def _lengths(folder: Path) -> tuple[ModelShape, int]:
+    """Of a model that an engine serves: what it does not serve it refuses itself."""
+    shape = ModelShape.from_config(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    positions = (fields.get("text_config") or fields).get("max_position_embeddings")
+    if not isinstance(positions, int):
+        raise PlanError(f"{folder / 'config.json'}: expected max_position_embeddings, an integer, got {positions!r}")
+    return shape, positions
 
 
 def _equal_plan(engine: Options, shape: ModelShape, tp_sizes: Sequence[int]) -> TreePlan:
@@ -205,7 +221,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def _prompt_ids(
-    folder: Path, config: DecoderConfig, prompts: Sequence[str] | None, needed: int
+    folder: Path, shape: ModelShape, prompts: Sequence[str] | None, needed: int
 ) -> tuple[list[tuple[int, ...]], list[str] | None]:
     tokenizer = tokenizer_of(folder)
     if prompts is not None and len(prompts) < needed:
@@ -213,7 +229,7 @@ def _prompt_ids(
     if tokenizer is None:
         if prompts is not None:
             raise PlanError(f"--prompts: {folder} has no tokenizer.json to read the prompts with")
-        return _made_up(config, [(24, 3, 40, 9, 90, 5, 31, 1)[i % 8] for i in range(needed)]), None
+        return _made_up(shape, [(24, 3, 40, 9, 90, 5, 31, 1)[i % 8] for i in range(needed)]), None
     texts = list(prompts) if prompts is not None else [TEXTS[i % len(TEXTS)] for i in range(needed)]
     if prompts is None and tokenizer.token_to_id("<|im_start|>") is not None:
         texts[0] = f"<|im_start|>user\n{texts[0]}<|im_end|>\n<|im_start|>assistant\n"
@@ -223,9 +239,9 @@ def _prompt_ids(
     return ids, texts[:needed]
 
 
-def _made_up(config: DecoderConfig, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+def _made_up(shape: ModelShape, lengths: Sequence[int]) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(0)
-    return [tuple(torch.randint(config.shape.vocab, (n,), generator=generator).tolist()) for n in lengths]
+    return [tuple(torch.randint(shape.vocab, (n,), generator=generator).tolist()) for n in lengths]
 
 
 def _spread(low: int, high: int, count: int) -> list[int]:

@@ -26,7 +26,10 @@ class WorkerReport:
     """Mixin of vLLM's worker."""
 
     def tbik_report(self) -> dict[str, Any]:
-        """rank; plan: fingerprint or None; shards: name -> ((lo, hi), bytes); bytes_sent since the last report."""
+        """rank; plan: fingerprint or None; shards: name -> ((lo, hi), bytes); bytes_sent since the last report.
+
+        bytes_sent: what this rank gave to tbik's tensor-parallel sums.
+        """
         import vllm
 
         worker: Any = self
