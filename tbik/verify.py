@@ -50,7 +50,7 @@ from tbik.verify_job import (
 )
 from tbik.workers import COLLECTIVE_S, SILENCE_S, Link, Workers
 
-__all__ = ["MODES", "Configuration", "Job", "Options", "first_difference", "judge", "make_job", "run"]
+__all__ = ["MODES", "Configuration", "Job", "Options", "Progress", "first_difference", "judge", "make_job", "run"]
 
 BYTES_TOLERANCE = 1.1
 
