@@ -6,7 +6,7 @@
 
 The process is `python -m MODULE` of the interpreter that has the product; it need not be this one. Lines of JSON go
 through its stdin and stdout, the product's own log goes to a file whose last lines are in every error.
-No orphans: the process leads a session of its own, which is killed as a whole on close; where this process dies first,
+No orphans: the process leads a session of its own, which is ended as a whole on close; where this process dies first,
 the engine sees the end of its stdin and kills the session itself. No unbounded wait: start_s until it is ready,
 reply_s for each answer.
 Names of products stand here as text only; their code is imported in the engine's process, by integrations/.
@@ -40,6 +40,7 @@ START_S = 300.0
 REPLY_S = 300.0
 _LOG_LINES = 12
 _LOOK_S = 0.5
+_GRACE_S = 6.0
 
 
 class Product(NamedTuple):
@@ -198,11 +199,17 @@ class EngineProcess:
         return results
 
     def close(self) -> None:
-        """Kills the session and waits for the process."""
+        """Ends the session: politely, so that shared memory is unlinked, then by force; waits for the process."""
         process, self._process = self._process, None
         if process is not None:
-            # its own children may outlive it for a moment, so the group is killed even where the process is gone
+            # its own children may outlive it, so it is the group that is ended, even where the process is gone
             with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                deadline = time.monotonic() + _GRACE_S
+                while time.monotonic() < deadline:
+                    process.poll()
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.02)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             assert process.stdin is not None and process.stdout is not None
