@@ -456,8 +456,8 @@ def _require_equal_over_ranks(what: str, value: Any, group: dist.ProcessGroup | 
     if other:
         raise PlanError(
             f"checkpoint.save: the {what} of ranks {other} are not those of rank 0; a checkpoint that another layout "
-            "can resume has one for all ranks. Seed every rank alike (transformers.set_seed does), and let nothing draw "
-            "by rank"
+            "can resume has one for all ranks. Seed every rank alike (transformers.set_seed does), and let nothing "
+            "draw by rank"
         )
 
 
