@@ -327,6 +327,7 @@ void bind_rows(pybind11::module_& m);         // bindings_rows.cpp
 void bind_fingerprint(pybind11::module_& m);  // bindings_fingerprint.cpp
 void bind_attention(pybind11::module_& m);    // bindings_attention.cpp
 void bind_vocab(pybind11::module_& m);        // bindings_vocab.cpp
+void bind_experts(pybind11::module_& m);      // bindings_experts.cpp
 }  // namespace tbik::bindings
 
 PYBIND11_MODULE(_C, m) {
@@ -372,6 +373,7 @@ PYBIND11_MODULE(_C, m) {
   tbik::bindings::bind_fingerprint(m);
   tbik::bindings::bind_attention(m);
   tbik::bindings::bind_vocab(m);
+  tbik::bindings::bind_experts(m);
 
   m.def("cpu_paths", tbik::cpu_paths);
   m.def(

@@ -127,4 +127,28 @@ void row_gradient(const RowGradient& args, int64_t first, int64_t last, const Ro
   }
 }
 
+void combine_slots(const SlotChains& args, int64_t first, int64_t last, const Rows& rows) {
+  const FpIeeeScope ieee;
+  const int64_t n = args.length;
+  std::vector<const float*> a(static_cast<size_t>(args.slots));
+  std::vector<float> scale(a.size());
+  for (int64_t item = first; item < last; ++item) {
+    const int64_t token = item % args.tokens;
+    const float* values = args.values + item / args.tokens * args.rows * n;
+    int64_t count = 0;
+    for (int64_t slot = token * args.slots; slot < (token + 1) * args.slots; ++slot) {
+      if (args.row[slot] < 0) continue;
+      a[static_cast<size_t>(count)] = values + args.row[slot] * n;
+      scale[static_cast<size_t>(count++)] = args.scale != nullptr ? args.scale[slot] : 1.0f;
+    }
+    float* acc = args.out + item * n;
+    std::fill(acc, acc + n, 0.0f);
+    {
+      const FpFlushScope flush(rows.hardware_flush);
+      rows.chain_scaled(acc, a.data(), scale.data(), count, n);
+    }
+    for (int64_t j = 0; j < n; ++j) acc[j] = acc[j] + 0.0f;
+  }
+}
+
 }  // namespace tbik

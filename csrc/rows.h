@@ -1,8 +1,8 @@
 // Row-wise operators: what one instruction set has to provide, and the choice of the path. Every table gives the same
 // bits; only the speed differs. No torch, no intrinsics.
 //
-// Suffixes: K elements of a row. Mode: IEEE (the caller holds an FpIeeeScope), but for `chain_columns`.
-// Specification: ORDER.md A8, A9, sections C and R.
+// Suffixes: K elements of a row. Mode: IEEE (the caller holds an FpIeeeScope), but for `chain_columns` and
+// `chain_scaled`. Specification: ORDER.md A8, A9, sections C and R.
 #pragma once
 
 #include <cstdint>
@@ -97,7 +97,7 @@ inline constexpr int64_t kTileColumns = 256;
 
 struct Rows {
   const char* name;
-  bool hardware_flush;  // chain_columns needs FTZ and DAZ on; otherwise IEEE mode
+  bool hardware_flush;  // the chains need FTZ and DAZ on; otherwise IEEE mode
 
   // y = f(x), element by element (section C). y may be x.
   MapFn exp;
@@ -138,6 +138,8 @@ struct Rows {
                   int64_t first_row, int64_t first, int64_t last);
   // acc[j] = fma(a[i][j], b[i][j], acc[j]) for i ascending; b null: b = 1. The mode is the caller's business.
   void (*chain_columns)(float* acc, const float* a, const float* b, int64_t count, int64_t width);
+  // acc[j] = fma(scale[i], a[i][j], acc[j]) for i ascending. The mode is the caller's business.
+  void (*chain_scaled)(float* acc, const float* const* a, const float* scale, int64_t count, int64_t width);
   // dst = (to) x, NaN canonical.
   void (*store)(void* dst, DType to, const float* x, int64_t n);
   // sum of n inputs of `count` contiguous elements, in order, in fp32; one cast.
@@ -179,6 +181,21 @@ struct RowGradient {
   float* values;
 };
 void row_gradient(const RowGradient& args, int64_t first, int64_t last, const Rows& rows, const Loops& loops);
+
+// The experts of each token, leaf by leaf (ORDER.md M2): out[c][t] = chain over its slots of scale * values[c][row]
+// from +0, finished by + (+0.0). A slot with row -1 is not there.
+struct SlotChains {
+  int64_t length;  // N
+  int64_t rows;    // P: values is [C][P][N]
+  int64_t tokens;
+  int64_t slots;
+  const float* values;
+  const int64_t* row;  // [T][slots]
+  const float* scale;  // [T][slots], or null: 1
+  float* out;          // [C][T][N]
+};
+// Items [first, last) of C * T.
+void combine_slots(const SlotChains& args, int64_t first, int64_t last, const Rows& rows);
 
 // Null when the path was not compiled for this architecture or the CPU lacks the instructions.
 const Rows* portable_rows();

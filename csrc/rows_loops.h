@@ -4,7 +4,7 @@
 // guard on purpose; internal linkage.
 //
 // Formulas: ORDER.md, section R. Rows are taken to fp32 exactly, computed in fp32, and rounded once when they are
-// stored. Mode: IEEE (csrc/fpmode.h), never fused, but for chain_columns.
+// stored. Mode: IEEE (csrc/fpmode.h), never fused, but for chain_columns and chain_scaled.
 
 #include "elementary.h"
 #include "four.h"
@@ -598,6 +598,15 @@ __attribute__((noinline)) void chain_columns(float* acc, const float* a, const f
   }
 }
 
+__attribute__((noinline)) void chain_scaled(float* acc, const float* const* a, const float* scale, int64_t count,
+                                            int64_t width) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float* x = a[i];
+    const float s = scale[i];
+    for (int64_t j = 0; j < width; ++j) acc[j] = fma_flushed(s, x[j], acc[j]);
+  }
+}
+
 template <class T>
 inline void sum_inputs_n(T* dst, const void* const* inputs, int64_t n, int64_t begin, int64_t end) {
   float acc[kChunk];
@@ -643,6 +652,7 @@ constexpr Rows make_rows(const char* name, bool hardware_flush) {
           .sum_leaves = sum_leaves,
           .look_up = look_up,
           .chain_columns = chain_columns,
+          .chain_scaled = chain_scaled,
           .store = store,
           .sum_inputs = sum_inputs};
 }

@@ -178,6 +178,9 @@ class Checkpoint:
                 self._owner[name] = opened
         self._unread = set(self._owner)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._owner
+
     def read(self, name: str, shape: tuple[int, ...], part: Run | None = None, axis: int = 0) -> Tensor:
         """Rows (axis 0) or columns (axis 1) [lo, hi) of a tensor, in the model dtype and contiguous."""
         if name not in self._owner:

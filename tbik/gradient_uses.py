@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,13 @@ def use(parameter: Tensor, index: int) -> Tensor:
         return parameter
     alias: Tensor = _use(parameter, index)
     return alias
+
+
+class _Alias(NamedTuple):
+    """What a leaf of the graph stands for: use number `index` of a parameter."""
+
+    parameter: weakref.ref[Tensor]
+    index: int
 
 
 # --- what autograd calls ----------------------------------------------------------------------------------------------
@@ -92,6 +99,37 @@ def _take_out(parameter: Tensor) -> None:
         parameter.grad = collector.arrive(parameter, DIRECT, grad)
 
 
+_aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""leaf -> its _Alias"""
+
+
+def _leaf_use(parameter: Tensor, index: int) -> Tensor:
+    """An alias that is a leaf: only a leaf may have a gradient in another dtype than its own (Tensor.grad_dtype).
+
+    The engine would round the gradient of an alias inside the graph to the bf16 of the parameter, in every micro-batch.
+    """
+    alias = parameter.detach().requires_grad_()
+    alias.grad_dtype = parameter.grad_dtype
+    _aliases[alias] = _Alias(weakref.ref(parameter), index)
+    alias.register_post_accumulate_grad_hook(_take_alias_out)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _take_alias_out(alias: Tensor) -> None:
+    """Hook: the gradient of a leaf alias goes to the collector of its parameter."""
+    of: _Alias = _aliases[alias]
+    parameter, grad = of.parameter(), alias.grad
+    alias.grad = None
+    collector = None if parameter is None else collector_of(parameter)
+    if collector is None or grad is None:
+        raise PlanError(
+            f"gradients.use: a gradient of use {of.index} of a parameter arrived after its GradientTree was closed; "
+            "close the tree after the backward"
+        )
+    assert parameter is not None
+    collector.arrive(parameter, of.index, grad)
+
+
 class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, index: int) -> Tensor:
@@ -115,6 +153,8 @@ class _Use(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _use(parameter: Tensor, index: int) -> Tensor:
+    if collector_of(parameter) is not None and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+        return _leaf_use(parameter, index)
     alias: Tensor = _Use.apply(parameter, index)  # type: ignore[no-untyped-call]
     return alias
 
@@ -140,16 +180,23 @@ class Graph:
                         seen.add(source)
                         stack.append(source)
 
-    def parameters(self) -> Iterator[tuple[Tensor, list[Any]]]:
+    def parameters(self) -> Iterator[tuple[Tensor, int, list[Any]]]:
+        """Every leaf: the parameter, DIRECT or the number of the use that an alias stands for, its consumers."""
         for node, consumers in self.consumers.items():
             if node.name() == "torch::autograd::AccumulateGrad":
-                yield node.variable, consumers
+                of: _Alias | None = _aliases.get(node.variable)  # type: ignore[no-untyped-call]
+                parameter = None if of is None else of.parameter()
+                if of is None or parameter is None:
+                    yield node.variable, DIRECT, consumers
+                else:
+                    yield parameter, of.index, consumers
 
-    def uses(self, name: str, consumers: list[Any]) -> Iterator[tuple[int, bool]]:
+    def uses(self, name: str, number: int, consumers: list[Any]) -> Iterator[tuple[int, bool]]:
         """Per use: its number, and whether it is a look-up, which multiplies nothing and so may have bf16 values."""
         for node in consumers:
-            use_index = node.index if node.name() == "_UseBackward" else DIRECT
-            while use_index != DIRECT or node.name() in _PASSES_ON:
+            use_index = node.index if node.name() == "_UseBackward" else number
+            inside = node.name() == "_UseBackward" or node.name() in _PASSES_ON
+            while inside:
                 above = self.consumers.get(node, [])
                 if len(above) > 1:
                     raise PlanError(
@@ -160,6 +207,5 @@ class Graph:
                 if not above:
                     break
                 node = above[0]
-                if node.name() not in _PASSES_ON:
-                    break
+                inside = node.name() in _PASSES_ON
             yield use_index, "tbik_embedding" in node.name()

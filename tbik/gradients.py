@@ -231,12 +231,12 @@ class GradientTree:
         """The uses in the graph -> whether each is exempt from the guard."""
         where = "GradientTree.watch"
         watched: dict[UseKey, bool] = {}
-        for parameter, consumers in graph.parameters():
+        for parameter, number, consumers in graph.parameters():
             position = self._positions.get(id(parameter))
             if position is None:
                 continue
             name = self._names[position]
-            for use_index, exempt in graph.uses(name, consumers):
+            for use_index, exempt in graph.uses(name, number, consumers):
                 key = UseKey(position, use_index)
                 if key in watched:
                     what = "without use()" if use_index == DIRECT else f"as use {use_index}"

@@ -118,12 +118,16 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class HeadOptions(NamedTuple):
-    """What a layer's attention knows beside its tensors. scale None: D^-0.5; window None: all keys; offset: 1 + w."""
+    """What a layer's attention knows beside its tensors.
+
+    scale None: D^-0.5; window None: all keys; offset: 1 + w; softcap None: scores as they are.
+    """
 
     eps: float
     scale: float | None = None
     window: int | None = None
     offset: bool = False
+    softcap: float | None = None
 
 
 def normed_and_turned(x: Tensor, norm: Tensor | None, sin: Tensor, cos: Tensor, options: HeadOptions) -> Tensor:
@@ -176,7 +180,15 @@ class _HeadAttention(torch.autograd.Function):
         turned_k = normed_and_turned(k, k_norm, sin, cos, options)
         starts = torch.tensor(samples)
         state = attention_forward(
-            turned_q, turned_k, v, starts, starts, scale=options.scale, window=options.window, sharing=heads.sharing
+            turned_q,
+            turned_k,
+            v,
+            starts,
+            starts,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sharing=heads.sharing,
         )
         ctx.save_for_backward(q, k, v, sin, cos, q_norm, k_norm, turned_q, turned_k, *state)
         return state.out
@@ -197,6 +209,7 @@ class _HeadAttention(torch.autograd.Function):
             starts,
             scale=options.scale,
             window=options.window,
+            softcap=options.softcap,
             sharing=heads.sharing,
         )
         if heads.shared:

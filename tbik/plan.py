@@ -30,6 +30,8 @@ MAX_LEAVES = 4096
 CANDIDATE_LEAVES = range(8, 65)
 PREFERRED_GRANULE = 16
 IMBALANCE_LIMIT = 1.5
+ROUTED_MODELS = ("qwen3_moe",)
+"""model_type of the mixtures of experts whose layers are laid out: `intermediate` is the length of one expert."""
 FOREIGN_FIELDS = ("kv_lora_rank", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -166,13 +168,23 @@ class ModelShape:
         fields = _config_fields(where, config)
         if fields.get("text_config") is not None:
             fields = _config_fields(where, fields["text_config"])
-        for name in FOREIGN_FIELDS:
-            if fields.get(name):
+        inner = "intermediate_size"
+        if fields.get("model_type") in ROUTED_MODELS:
+            inner = "moe_intermediate_size"
+            if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
                 raise PlanError(
-                    f"{where}: {name}={fields[name]!r}: latent attention and mixtures of experts are not laid out by "
-                    "this version; expected a dense decoder such as Llama or Qwen"
+                    f"{where}: mlp_only_layers={fields.get('mlp_only_layers')!r}, "
+                    f"decoder_sparse_step={fields.get('decoder_sparse_step')!r}: some layers have a dense MLP, which "
+                    "is not laid out by this version; expected experts in every layer"
                 )
-        names = ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+        for name in FOREIGN_FIELDS:
+            if fields.get(name) and inner == "intermediate_size":
+                raise PlanError(
+                    f"{where}: {name}={fields[name]!r}: latent attention and mixtures of experts other than "
+                    f"{', '.join(ROUTED_MODELS)} are not laid out by this version; expected a decoder such as Llama or "
+                    "Qwen"
+                )
+        names = ("num_attention_heads", "hidden_size", inner, "vocab_size")
         missing = [name for name in names if fields.get(name) is None]
         if missing:
             raise PlanError(f"{where}: the config lacks {missing}; expected a decoder such as Llama or Qwen")
@@ -188,7 +200,7 @@ class ModelShape:
             kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=hidden // heads if head_dim is None else head_dim,
             hidden=hidden,
-            intermediate=fields["intermediate_size"],
+            intermediate=fields[inner],
             vocab=fields["vocab_size"],
         )
 
@@ -409,8 +421,8 @@ def _config_fields(where: str, config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "__dict__") and not isinstance(config, type):
-        found: dict[str, Any] = vars(config)
-        return found
+        # model_type stands in the class of a Hugging Face config
+        return {"model_type": getattr(config, "model_type", None), **vars(config)}
     raise PlanError(f"{where}: expected a config object, a mapping, a folder or a file, got {type(config).__name__}")
 
 

@@ -831,6 +831,20 @@ def gated_dx(
     return _cast((dy * _float32("gated_dx", up)) * slope, gate.dtype), _cast(dy * value, gate.dtype)
 
 
+@plain_arithmetic()
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """y = cast(cap * tanh(x / cap)) (R10). Layout-invariant."""
+    c = torch.tensor(cap, dtype=torch.float32)
+    return _cast(c * tanh(_float32("softcap", x) / c), x.dtype)
+
+
+@plain_arithmetic()
+def softcap_dx(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    """dx = cast(dy * (1 - t*t)), t = tanh(x / cap) (R10)."""
+    t = tanh(_float32("softcap_dx", x) / torch.tensor(cap, dtype=torch.float32))
+    return _cast(_float32("softcap_dx", dy) * (1.0 - t * t), x.dtype)
+
+
 def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
     s = sigmoid(x)
     a = x * s

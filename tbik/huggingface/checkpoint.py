@@ -9,6 +9,8 @@ Errors: PlanError. Bits: bytes move, nothing is computed.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from tbik.collectives import all_gather_bytes
 from tbik.errors import PlanError
 from tbik.huggingface.modules import CausalModel, Setting
-from tbik.huggingface.parallelize import Part
+from tbik.huggingface.parallelize import EXPERT_NAMES, Part, expert_tensors
 from tbik.integrity.pieces import Piece, is_dtensor
 from tbik.packing import FrozenWeight
 
@@ -38,10 +40,11 @@ def pieces(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, Piec
         if value is None:
             continue
         lo, hi, first = counted_range(setting, part)
-        local = value.narrow(part.axis, lo, hi - lo)
-        offset = [0] * len(part.shape)
-        offset[part.axis] = first
-        found[name] = Piece.box(local, part.shape, offset)
+        local = part.apart(value).narrow(part.apart_axis, lo, hi - lo)
+        shape = part.apart(torch.empty(part.shape, device="meta")).shape
+        offset = [0] * len(shape)
+        offset[part.apart_axis] = first
+        found[name] = replace(Piece.box(local, shape, offset), shape=part.shape)
     return found
 
 
@@ -57,16 +60,17 @@ def whole(model: torch.nn.Module, name: str, *, gradient: bool = False) -> Tenso
     value = value.detach().contiguous()
     if part.held is None or setting.size == 1:
         return value
+    value, axis = part.apart(value), part.apart_axis
     widths = [hi - lo for lo, hi in part.held]
     largest = list(value.shape)
-    largest[part.axis] = max(widths)
+    largest[axis] = max(widths)
     padded = value.new_zeros(largest)
-    padded.narrow(part.axis, 0, value.shape[part.axis]).copy_(value)
+    padded.narrow(axis, 0, value.shape[axis]).copy_(value)
     gathered = all_gather_bytes(padded.view(-1).view(torch.uint8), setting.group, "checkpoint")
     result = value.new_empty(part.shape)
     for rank, (lo, hi) in enumerate(part.held):
-        own = gathered[rank].view(value.dtype).view(largest).narrow(part.axis, 0, hi - lo)
-        result.narrow(part.axis, lo, hi - lo).copy_(own)
+        own = gathered[rank].view(value.dtype).view(largest).narrow(axis, 0, hi - lo)
+        part.apart(result).narrow(axis, lo, hi - lo).copy_(own)
     return result
 
 
@@ -102,9 +106,10 @@ def save_checkpoint(model: torch.nn.Module, folder: Path | str) -> None:
         for name in members:
             value = whole(model, name)
             if setting.rank == 0:
-                tensors[name] = value
                 total += value.nbytes
-                weight_map[name] = file
+                for stored, tensor in _as_stored(name, value, parts[name]):
+                    tensors[stored] = tensor
+                    weight_map[stored] = file
         if setting.rank == 0:
             save_file(tensors, str(folder / file), metadata={"format": "pt"})
     if setting.rank:
@@ -116,6 +121,16 @@ def save_checkpoint(model: torch.nn.Module, folder: Path | str) -> None:
     config.dtype = next(model.parameters()).dtype
     config.save_pretrained(folder)
     cast(Any, model).generation_config.save_pretrained(folder)
+
+
+def _as_stored(name: str, value: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """What files have for a parameter: itself; for a stack of experts a matrix for each of them."""
+    if not name.endswith(EXPERT_NAMES):
+        yield name, value
+        return
+    for expert, rows in enumerate(value):
+        for of, matrix in zip(expert_tensors(name), rows.chunk(part.stretches), strict=True):
+            yield of.format(expert), matrix.contiguous()
 
 
 def _require(model: torch.nn.Module) -> tuple[Setting, dict[str, Part]]:

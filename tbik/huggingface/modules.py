@@ -36,6 +36,7 @@ from tbik.ops.linear import CoverRun, PackedWeight, linear_dw, linear_dx
 from tbik.ops.rope import RopeFrequencies
 from tbik.packing import Packable, PackSpec
 from tbik.plan import Layout, ModelShape, TreePlan
+from tbik.routed_experts import RoutedExperts
 from tbik.vocabulary import VocabParallel
 
 
@@ -128,11 +129,16 @@ class _AddRanks(torch.autograd.Function):
 
 
 class VocabHead(Packable):
-    """logits [R, v] = x W^T, fp32: this rank's rows of the vocabulary; dX is one tree over V, never narrowed (A6)."""
+    """logits [R, v] = x W^T, fp32: this rank's rows of the vocabulary; dX is one tree over V, never narrowed (A6).
 
-    def __init__(self, setting: Setting, weight: torch.nn.Parameter, tied: bool = False) -> None:
+    softcap c: then c tanh(logits / c) (R10).
+    """
+
+    def __init__(
+        self, setting: Setting, weight: torch.nn.Parameter, tied: bool = False, softcap: float | None = None
+    ) -> None:
         super().__init__()
-        self.setting, self.weight, self.tied = setting, weight, tied
+        self.setting, self.weight, self.tied, self.softcap = setting, weight, tied, softcap
         self.in_features, self.out_features = setting.shape.hidden, setting.shape.vocab
 
     def pack_specs(self) -> dict[str, PackSpec]:
@@ -140,6 +146,10 @@ class VocabHead(Packable):
         return {"weight": PackSpec(self.setting.plan, self.setting.compute(self.weight), None, run)}
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
+        logits = self._logits(x, sample_offsets)
+        return logits if self.softcap is None else ops.softcap(logits, self.softcap)
+
+    def _logits(self, x: Tensor, sample_offsets: Sequence[int] | None) -> Tensor:
         setting = self.setting
         weight, compute = self.weight_of("weight"), setting.compute(self.weight)
         if self.tied and not isinstance(weight, PackedWeight):
@@ -314,6 +324,7 @@ class Attention(torch.nn.Module):
             torch.tensor(rows.samples),
             scale=self.options.scale,
             window=self.options.window,
+            softcap=self.options.softcap,
             sharing=self.setting.heads.sharing,
         )
 
@@ -346,7 +357,7 @@ class MLP(torch.nn.Module):
 class DecoderLayer(GradientCheckpointingLayer):
     """(d, h) -> (d, h): what was last added, and the residual stream without it."""
 
-    def __init__(self, self_attn: Attention, mlp: MLP, before: RMSNorm, between: RMSNorm) -> None:
+    def __init__(self, self_attn: Attention, mlp: MLP | RoutedExperts, before: RMSNorm, between: RMSNorm) -> None:
         super().__init__()
         self.self_attn, self.mlp = self_attn, mlp
         self.input_layernorm, self.post_attention_layernorm = before, between
@@ -355,11 +366,12 @@ class DecoderLayer(GradientCheckpointingLayer):
         samples = call.rows.samples
         y, h = self.input_layernorm(x, residual, samples)
         y, h = self.post_attention_layernorm(self.self_attn(y, call), h, samples)
-        return self.mlp(y, samples), h
+        d: Tensor = self.mlp(y, samples)
+        return d, h
 
 
 class SandwichLayer(GradientCheckpointingLayer):
-    """Gemma 3: as DecoderLayer, and what is added is normed before."""
+    """Gemma 2 and 3: as DecoderLayer, and what is added is normed before."""
 
     def __init__(
         self, self_attn: Attention, mlp: MLP, before: RMSNorm, after: RMSNorm, before_mlp: RMSNorm, after_mlp: RMSNorm

@@ -3,11 +3,11 @@
     tbik.parallelize(model, group, plan)      every rank passes the same loaded model and keeps its shard
     tbik.load_checkpoint(folder, group)       every rank reads its shard only
 
-Families: Llama, Mistral, Qwen2, Qwen3, Gemma 3 text (...ForCausalLM). What would change a sum or is not understood is
-refused by name before anything is changed: other classes (adapters, quantised or parametrized layers), hooks, replaced
-forwards, other kinds of rope, dropout, soft-capped logits, a plan without whole heads at this TP size.
+Families: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2, Gemma 3 text (...ForCausalLM). What would change a sum or
+is not understood is refused by name before anything is changed: other classes (adapters, quantised or parametrized
+layers), hooks, replaced forwards, other kinds of rope, dropout, a plan without whole heads at this TP size.
 
-    q, k, v -> self_attn.qkv_proj     gate, up -> mlp.gate_up_proj     the rest keeps its name
+    q, k, v -> self_attn.qkv_proj     gate, up -> mlp.gate_up_proj     the rest, experts included, keeps its name
     shards: TreePlan.layout, i.e. whole query heads (KV heads replicated where needed), leaf runs of MLP and vocabulary
 
 Errors: PlanError; nothing is changed then. Bits: layout-invariant and batch-invariant, forward and backward
@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from tbik import ops
 from tbik.errors import PlanError
@@ -50,6 +52,7 @@ from tbik.huggingface.modules import (
 )
 from tbik.nn import ColumnParallelGroup, RowParallelLinear
 from tbik.plan import ModelShape, Run, TreePlan
+from tbik.routed_experts import RoutedExperts
 
 M = TypeVar("M", bound=torch.nn.Module)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,7 +60,7 @@ DEFAULT_TP_SIZES = ((1, 2, 3, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2, 4), (1, 
 
 
 class Family(NamedTuple):
-    """The classes of one architecture, exactly; a subclass is something else."""
+    """The classes of one architecture, exactly; a subclass is something else. gemma: norms by 1 + w, four per layer."""
 
     causal: type
     base: type
@@ -66,24 +69,38 @@ class Family(NamedTuple):
     mlp: type
     norm: type
     rotary: type
+    embedding: type = torch.nn.Embedding
+    routed: tuple[type, ...] = ()  # block, experts, router
+    gemma: bool = False
+
+    @property
+    def activation(self) -> str:
+        return "gelu_pytorch_tanh" if self.gemma else "silu"
 
 
-FAMILIES = tuple(
-    Family(*(getattr(module, f"{name}{part}") for part in (
-        "ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding",
-    )))
-    for module, name in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
-)  # fmt: skip
-GEMMA3 = Family(
-    gemma3.Gemma3ForCausalLM,
-    gemma3.Gemma3TextModel,
-    gemma3.Gemma3DecoderLayer,
-    gemma3.Gemma3Attention,
-    gemma3.Gemma3MLP,
-    gemma3.Gemma3RMSNorm,
-    gemma3.Gemma3RotaryEmbedding,
+def _family_of(module: Any, name: str, **others: Any) -> Family:
+    parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    return Family(*(getattr(module, f"{name}{part}") for part in parts), **others)
+
+
+GEMMA2 = _family_of(gemma2, "Gemma2", embedding=gemma2.Gemma2TextScaledWordEmbedding, gemma=True)
+GEMMA3 = _family_of(gemma3, "Gemma3", embedding=gemma3.Gemma3TextScaledWordEmbedding, gemma=True)._replace(
+    base=gemma3.Gemma3TextModel
 )
-FAMILIES = (*FAMILIES, GEMMA3)
+QWEN3_MOE = _family_of(
+    qwen3_moe,
+    "Qwen3Moe",
+    routed=(qwen3_moe.Qwen3MoeSparseMoeBlock, qwen3_moe.Qwen3MoeExperts, qwen3_moe.Qwen3MoeTopKRouter),
+)
+FAMILIES = (
+    *(
+        _family_of(module, name)
+        for module, name in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
+    ),
+    QWEN3_MOE,
+    GEMMA2,
+    GEMMA3,
+)
 SUPPORTED = ", ".join(family.causal.__name__ for family in FAMILIES)
 
 
@@ -92,6 +109,7 @@ class Part:
     """Where a parameter of the checkpoint is: `parameter` of the model holds, on rank r, [lo, hi) = held[r] of `axis`.
 
     held None: the whole tensor, on every rank. counted: of what several ranks hold, the range each answers for.
+    stretches: the axis is so many equal stretches, gate before up, and the ranges are those of each of them.
     """
 
     parameter: str
@@ -99,6 +117,16 @@ class Part:
     axis: int = 0
     held: tuple[Run, ...] | None = None
     counted: tuple[Run, ...] | None = None
+    stretches: int = 1
+
+    def apart(self, value: Tensor) -> Tensor:
+        """A tensor of this shape, or a rank's share of it, with the stretches along an axis of their own."""
+        sizes = (self.stretches, value.shape[self.axis] // self.stretches)
+        return value.unflatten(self.axis, sizes) if self.stretches > 1 else value
+
+    @property
+    def apart_axis(self) -> int:
+        return self.axis + (self.stretches > 1)
 
 
 Read = Callable[[str, Part, int], torch.nn.Parameter]
@@ -136,8 +164,10 @@ def parallelize(
         if part.held is None or len(part.held) == 1:
             return whole
         lo, hi = part.held[rank]
-        share = whole.detach().narrow(part.axis, lo, hi - lo).contiguous().clone()
-        return torch.nn.Parameter(share, requires_grad=whole.requires_grad)
+        share = part.apart(whole.detach()).narrow(part.apart_axis, lo, hi - lo)
+        if part.stretches > 1:
+            share = share.flatten(part.axis, part.apart_axis)
+        return torch.nn.Parameter(share.contiguous().clone(), requires_grad=whole.requires_grad)
 
     _convert(model, family, group, plan, compute_dtype, read)
     return model
@@ -194,6 +224,13 @@ def load_checkpoint(
 
     def read(name: str, part: Part, rank: int) -> torch.nn.Parameter:
         held = None if part.held is None else part.held[rank]
+        if name.endswith(EXPERT_NAMES) and name not in checkpoint:
+            return torch.nn.Parameter(_read_experts(checkpoint, name, part, held))
+        if len(part.shape) == 3:
+            value = part.apart(checkpoint.read(name, part.shape))
+            value = value if held is None else value.narrow(part.apart_axis, held[0], held[1] - held[0])
+            value = value.flatten(part.axis, part.apart_axis) if part.stretches > 1 else value
+            return torch.nn.Parameter(value.contiguous())
         return torch.nn.Parameter(checkpoint.read(name, part.shape, held, part.axis))
 
     family = _family(model)
@@ -205,6 +242,27 @@ def load_checkpoint(
     if (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+EXPERT_NAMES = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def expert_tensors(name: str) -> tuple[str, ...]:
+    """The names, {} for the expert, that files have for the matrices in a stack of experts, in order of its rows."""
+    prefix, _, member = name.rpartition(".")
+    members = ("gate", "up") if member == "gate_up_proj" else ("down",)
+    return tuple(f"{prefix}.{{}}.{which}_proj.weight" for which in members)
+
+
+def _read_experts(checkpoint: Any, name: str, part: Part, held: Run | None) -> Tensor:
+    """A rank's share of a stack, expert by expert: files hold a matrix for each."""
+    count, rows, columns = part.shape
+    shape = (rows // part.stretches, columns)
+    experts = [
+        torch.cat([checkpoint.read(of.format(expert), shape, held, part.axis - 1) for of in expert_tensors(name)])
+        for expert in range(count)
+    ]
+    return torch.stack(experts)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -259,22 +317,20 @@ def _refuse_changed(model: Any, family: Family) -> None:
 
 
 def _expected_types(family: Family) -> set[type]:
-    activation = type(transformers.activations.ACT2FN["gelu_pytorch_tanh" if family is GEMMA3 else "silu"])
-    embedding = gemma3.Gemma3TextScaledWordEmbedding if family is GEMMA3 else torch.nn.Embedding
-    return {*family, torch.nn.Linear, embedding, torch.nn.ModuleList, activation}
-
-
-_ACTIVATIONS = (("silu", "swish"), ("gelu_pytorch_tanh",))
+    activation = type(transformers.activations.ACT2FN[family.activation])
+    return {*family[:8], *family.routed, torch.nn.Linear, torch.nn.ModuleList, activation}
 
 
 def _refuse_config(config: Any, family: Family) -> None:
+    capped = family is GEMMA2
     for name, supported in (
-        ("hidden_activation" if family is GEMMA3 else "hidden_act", _ACTIVATIONS[family is GEMMA3]),
-        ("final_logit_softcapping", (None,)),
-        ("attn_logit_softcapping", (None,)),
+        ("hidden_activation" if family.gemma else "hidden_act", (family.activation, "swish")[: 1 + (not family.gemma)]),
+        ("final_logit_softcapping", (config.final_logit_softcapping,) if capped else (None,)),
+        ("attn_logit_softcapping", (config.attn_logit_softcapping,) if capped else (None,)),
         ("use_bidirectional_attention", (False, None)),
         ("attention_dropout", (0, None)),
         ("pretraining_tp", (1, None)),
+        ("output_router_logits", (False, None)),
     ):
         value = getattr(config, name, None)
         if value is not None and value not in supported:
@@ -301,8 +357,8 @@ def _require_parameter(name: str, parameter: Tensor) -> None:
 class _Builder:
     """Makes the modules of one model and notes where each parameter of the checkpoint went."""
 
-    def __init__(self, setting: Setting, read: Read, biases: Callable[[str], bool], gemma: bool) -> None:
-        self.gemma = gemma
+    def __init__(self, setting: Setting, read: Read, biases: Callable[[str], bool], family: Family) -> None:
+        self.family, self.gemma = family, family.gemma
         self.setting, self._read, self._has_bias = setting, read, biases
         self.parts: dict[str, Part] = {}
         shape, layout, plan = setting.shape, setting.layout, setting.plan
@@ -378,6 +434,23 @@ class _Builder:
         shape = (self.setting.shape.vocab, self.setting.shape.hidden)
         return self.take(name, Part(name, shape, 0, rows, rows))
 
+    def routed(self, prefix: str, config: Any) -> RoutedExperts:
+        shape, count, rows = self.setting.shape, config.num_experts, self.mlp_rows
+        gate_up, down = (f"{prefix}.{name}" for name in EXPERT_NAMES)
+        router = f"{prefix}.gate.weight"
+        return RoutedExperts(
+            self.take(router, Part(router, (count, shape.hidden))),
+            self.take(gate_up, Part(gate_up, (count, 2 * shape.intermediate, shape.hidden), 1, rows, rows, 2)),
+            self.take(down, Part(down, (count, shape.hidden, shape.intermediate), 2, rows, rows)),
+            intermediate=shape.intermediate,
+            slots=config.num_experts_per_tok,
+            normalize=bool(config.norm_topk_prob),
+            plan=self.setting.plan,
+            group=self.setting.group,
+            runs=self.setting.layout.mlp,
+            compute_dtype=self.setting.compute_dtype,
+        )
+
     def layer(self, prefix: str, old: Any, config: Any) -> DecoderLayer | SandwichLayer:
         setting, shape, layout = self.setting, self.setting.shape, self.setting.layout
         attention = old.self_attn
@@ -404,11 +477,20 @@ class _Builder:
             attention.layer_idx,
             qkv,
             self.row(f"{name}.o_proj", self.q_rows, layout.attention, shape.head_dim),
-            HeadOptions(eps, attention.scaling, _window(attention, config), self.gemma),
+            HeadOptions(
+                eps,
+                attention.scaling,
+                _window(attention, config),
+                self.gemma,
+                getattr(attention, "attn_logit_softcapping", None),
+            ),
             q_norm,
             k_norm,
-            rope_kind=attention.layer_type if self.gemma else "",
+            rope_kind=attention.layer_type if self.family is GEMMA3 else "",
         )
+        if self.family.routed:
+            norms = [self.norm(f"{prefix}.{n}_layernorm", shape.hidden, eps) for n in ("input", "post_attention")]
+            return DecoderLayer(new_attention, self.routed(f"{prefix}.mlp", config), *norms)
         gate_up = self.group(
             f"{prefix}.mlp", "gate_up_proj", [(n, self.mlp_rows, self.mlp_rows) for n in ("gate", "up")], layout.mlp
         )
@@ -473,16 +555,17 @@ def _convert(
         _refuse("the config says tie_word_embeddings=True, but lm_head has a weight of its own; model.tie_weights()")
     setting = Setting(shape, plan, layout, group, compute_dtype, frequencies)
     present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    build = _Builder(setting, read, lambda name: f"{name}.bias" in present, family is GEMMA3)
+    build = _Builder(setting, read, lambda name: f"{name}.bias" in present, family)
     new_layers = [build.layer(f"model.layers.{index}", layer, config) for index, layer in enumerate(model.model.layers)]
     norm = build.norm("model.norm", shape.hidden, config.rms_norm_eps)
-    scale = float(model.model.embed_tokens.scalar_embed_scale) if family is GEMMA3 else None
+    scale = float(model.model.embed_tokens.scalar_embed_scale) if family.gemma else None
+    cap = config.final_logit_softcapping if family is GEMMA2 else None
     embedding = VocabEmbedding(setting, build.vocabulary("model.embed_tokens.weight"), config.pad_token_id, tied, scale)
     if tied:
-        head = VocabHead(setting, embedding.weight, tied)
+        head = VocabHead(setting, embedding.weight, tied, cap)
         build.parts["lm_head.weight"] = build.parts["model.embed_tokens.weight"]
     else:
-        head = VocabHead(setting, build.vocabulary("lm_head.weight"))
+        head = VocabHead(setting, build.vocabulary("lm_head.weight"), softcap=cap)
     unplaced = sorted(present - set(build.parts))
     if unplaced:
         _refuse(f"the model has parameters that {family.causal.__name__} does not have: {unplaced[:6]}")

@@ -14,6 +14,7 @@ from tbik.ops.attention import (
 from tbik.ops.cross_entropy import TokenSum, cross_entropy, sample_cover, sample_sums, token_losses, token_sum
 from tbik.ops.dropout import dropout
 from tbik.ops.embedding import embedding
+from tbik.ops.experts import Routing, experts, experts_cover, route
 from tbik.ops.fanout import fanout
 from tbik.ops.linear import PackedWeight, linear, linear_group, pack_weight
 from tbik.ops.logprobs import TopK, TopLogprobs, argmax, logprobs, top_k, top_logprobs
@@ -21,6 +22,7 @@ from tbik.ops.norm import add_rms_norm, layer_norm, rms_norm
 from tbik.ops.reduction import mean, sum
 from tbik.ops.rope import inverse_frequencies, rope, rope_tables
 from tbik.ops.rope_attention import rope_attention
+from tbik.ops.softcap import softcap
 from tbik.ops.softmax import log_softmax, softmax
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "AttentionState",
     "HeadRun",
     "PackedWeight",
+    "Routing",
     "TokenSum",
     "TopK",
     "TopLogprobs",
@@ -39,6 +42,8 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "experts",
+    "experts_cover",
     "fanout",
     "gelu",
     "gelu_and_mul",
@@ -55,10 +60,12 @@ __all__ = [
     "rope",
     "rope_attention",
     "rope_tables",
+    "route",
     "sample_cover",
     "sample_sums",
     "silu",
     "silu_and_mul",
+    "softcap",
     "softmax",
     "store_kv",
     "sum",
