@@ -119,6 +119,9 @@ def verify(
     against: Annotated[
         str | None, typer.Option(help="hf: compare the engine's log-probabilities with the trainer's, TP=1.")
     ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Also a training step at every TP size and micro-batch: its gradients.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Write an HTML report here.")] = None,
 ) -> None:
@@ -126,7 +129,8 @@ def verify(
 
     The claim holds (exit status 0) if tbik layers give one output in all configurations and on all ranks, every rank
     held its own share of the weights only, and stock layers, the control, give more than one output. With --against
-    also: the trainer's fp32 log-probability of every sampled token has the bits of the engine's.
+    also: the trainer's fp32 log-probability of every sampled token has the bits of the engine's. With --gradients also:
+    every parameter gradient of a step has one set of bits at every TP size and micro-batch size, stock's has several.
 
     With --train it holds if the weights after every step have the same bits in all layouts, change in every step, the
     loss falls, every rank holds its share only, and torch's own training gives more than one result.
@@ -174,6 +178,7 @@ def verify(
         prompt_tokens=_range_of("--prompt-tokens", prompt_tokens),
         engine=options,
         against=against,
+        gradients=gradients,
         tp_sizes=_integers("--tp", tp),
         batch_sizes=_integers("--batch", batch),
         dtype=dtype,
@@ -418,6 +423,8 @@ def _print_result(result: Mapping[str, Any]) -> None:
     out.print(shards)
     if "against" in result:
         _print_against(result["against"])
+    if "gradients" in result:
+        _print_gradients(result["gradients"])
     out.print(f"{result['seconds']:.0f} s")
 
 
@@ -439,6 +446,18 @@ def _print_against(against: Mapping[str, Any]) -> None:
             "compared are raw log-probabilities; after temperature and top-p they would differ in "
             f"{against['renormalised_would_differ']} tokens by renormalisation alone"
         )
+
+
+def _print_gradients(gradients: Mapping[str, Any]) -> None:
+    table = Table(title=f"all gradients of a step of {gradients['samples']} samples")
+    for name in ("TP", "micro-steps x samples", "layers", "gradients", "loss"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for record in gradients["records"]:
+        split = f"{record['micro_steps']} x {record['samples_per_micro_step']}"
+        table.add_row(str(record["tp"]), split, record["mode"], record["gradients"], record["loss"])
+    out.print(table)
+    unique = ", ".join(f"{mode}: {count}" for mode, count in gradients["unique"].items())
+    out.print(f"unique gradients: {unique}", markup=False)
 
 
 def _range(values: Sequence[float], form: str) -> str:

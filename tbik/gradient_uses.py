@@ -127,7 +127,11 @@ def _take_alias_out(alias: Tensor) -> None:
             "close the tree after the backward"
         )
     assert parameter is not None
-    collector.arrive(parameter, of.index, grad)
+    if collector.arrive(parameter, of.index, grad) is not None:
+        raise PlanError(
+            f"gradients.use: use {of.index} of a parameter in {parameter.dtype} is left to what wraps the model, which "
+            "would not see it; keep an fp32 master weight and give the operators compute_dtype"
+        )
 
 
 class _Use(torch.autograd.Function):

@@ -110,6 +110,8 @@ def _sections(report: Mapping[str, Any]) -> Iterable[str]:
         yield _section("What prompt 0 was answered", _texts(report))
     if "against" in report:
         yield _section("Trainer against sampler", _against(report["against"]))
+    if "gradients" in report:
+        yield _section("Gradients", _gradients(report["gradients"]))
     yield _section("It really shards", _bytes(report))
     yield _section("The plan", _plan(report))
     yield _section("Environment", _pairs(report["environment"]))
@@ -221,6 +223,27 @@ def _against(against: Mapping[str, Any]) -> str:
     )
 
 
+def _gradients(gradients: Mapping[str, Any]) -> str:
+    """The digest of a step's gradients in every layout."""
+    head = [("", "layers"), ("n", "TP"), ("n", "micro-steps"), ("n", "samples each"), ("", "gradients"), ("", "loss")]
+    rows = [
+        _row(
+            [
+                ("", row["mode"]),
+                *(("n", str(row[name])) for name in ("tp", "micro_steps", "samples_per_micro_step")),
+                ("", f"<code>{row['gradients']}</code>"),
+                ("", f"<code>{row['loss']}</code>"),
+            ]
+        )
+        for row in gradients["records"]
+    ]
+    return _grid(head, rows) + (
+        f'<p class="note">One step over {gradients["samples"]} samples: the digest of every parameter gradient, of '
+        "whole tensors whatever the sharding, and the bits of the token sum. Stock: the model as transformers gives it "
+        "on one rank, its micro-batches padded and added by autograd.</p>"
+    )
+
+
 def _table(report: Mapping[str, Any]) -> str:
     colours = _digest_colours(report)
     head = [("", "layers"), ("n", "TP"), ("n", "batch"), ("", "output"), ("n", "max |&Delta; logprob|")]
@@ -328,6 +351,7 @@ def command(report: Mapping[str, Any]) -> str:
             elif value is not None and value is not False:
                 options += f" --{name.replace('_', '-')} {value}"
         options += f" --against {job['against']}" if job.get("against") else ""
+    options += " --gradients" if job.get("gradients") else ""
     return (
         f"tbik verify --model {_model_name(report)} --tp {sizes} --batch {batches} --dtype {job['dtype']} "
         f"--new-tokens {job['new_tokens']} --layers {','.join(job['modes'])}{options} --report tbik-report.html"

@@ -11,6 +11,7 @@ ceil(heads/TP) heads where heads do not divide; replicated = what this rank hold
 Ranks are processes on this machine over gloo; they do not import transformers.
 With an engine (Options.product) another product serves, its switch on ("tbik") and off ("stock"): then every prompt is
 served, in groups of `batch`; a record holds the top 5 (engines report no whole rows) and its digest covers all prompts.
+gradients: a training step at every TP and micro-batch size, tbik.trainer_gradients.
 against = "hf": the trainer's log-probabilities of the sampled tokens, tbik.trainer_logprobs, under the same plan.
 Errors: PlanError for sizes the model cannot serve; TransportError naming a rank that died.
 """
@@ -85,6 +86,13 @@ def run(
         progress("the trainer's log-probabilities", 0)
         report["against"] = trainer_logprobs.compare(job, gathered.answers)
         report["reasons"] += trainer_logprobs.reasons_against(report["against"])
+        report["claim"] = not report["reasons"]
+    if job.gradients:
+        from tbik import trainer_gradients
+
+        progress("gradients: starting", 0)
+        report["gradients"] = trainer_gradients.compare(job, progress, silence_s, collective_s)
+        report["reasons"] += trainer_gradients.reasons_against(report["gradients"])
         report["claim"] = not report["reasons"]
     report |= {
         "model": model or job.folder,

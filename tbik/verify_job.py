@@ -69,7 +69,7 @@ class Options:
 class Job:
     """What is verified. prompts[0] is compared; batch b serves it with prompts 1..b-1, in the middle of them.
 
-    engine: None for tbik.decoder. against: None or "hf".
+    engine: None for tbik.decoder. against: None or "hf". gradients: a training step too, tbik.trainer_gradients.
     """
 
     folder: str
@@ -82,6 +82,7 @@ class Job:
     plan: TreePlan = field(default_factory=TreePlan)
     engine: Options | None = None
     against: str | None = None
+    gradients: bool = False
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -122,6 +123,7 @@ def make_job(
     prompt_tokens: tuple[int, int] | None = None,
     engine: Options | None = None,
     against: str | None = None,
+    gradients: bool = False,
 ) -> tuple[Job, list[str] | None]:
     """The job and the texts of its prompts (None where the checkpoint has no tokenizer and ids are made up).
 
@@ -140,6 +142,8 @@ def make_job(
         raise PlanError(f"--layers: expected some of {', '.join(MODES)}, got {', '.join(modes) or 'none'}")
     if against not in (None, "hf") or (against is not None and engine is None):
         raise PlanError(f"--against: expected hf, together with --engine, got {against!r}")
+    if gradients and engine is not None:
+        raise PlanError("--gradients: an engine has none; leave --engine out")
     plan = TreePlan.for_model(shape, tp_sizes) if engine is None else _equal_plan(engine, shape, tp_sizes)
     if prompt_tokens is not None:
         if prompts is not None or not 1 <= prompt_tokens[0] <= prompt_tokens[1]:
@@ -163,6 +167,7 @@ def make_job(
         plan=plan,
         engine=engine,
         against=against,
+        gradients=gradients,
     )
     return job, texts
 

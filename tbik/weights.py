@@ -100,7 +100,12 @@ def places(model: torch.nn.Module) -> dict[str, Place]:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        if part.held is None or part.counted is None:
+        if part.stretches > 1 and len(part.held or ()) > 1:
+            raise PlanError(
+                f"weights: {name} is cut inside each of {part.stretches} stretches, which this version does not place; "
+                "experts train on one tensor-parallel rank, or save by model.save_pretrained"
+            )
+        if part.held is None or part.counted is None or part.stretches > 1:
             found[name] = Place(parameter, tuple(part.shape), part.axis)
         else:
             held, counted = part.held[rank], part.counted[rank]
