@@ -50,10 +50,10 @@ def use(parameter: Tensor, index: int) -> Tensor:
 
 
 class _Alias(NamedTuple):
-    """What a leaf of the graph stands for: use number `index` of a parameter."""
+    """What a leaf of the graph stands for: use `number` of a parameter."""
 
     parameter: weakref.ref[Tensor]
-    index: int
+    number: int
 
 
 # --- what autograd calls ----------------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ def _take_alias_out(alias: Tensor) -> None:
     collector = None if parameter is None else collector_of(parameter)
     if collector is None or grad is None:
         raise PlanError(
-            f"gradients.use: a gradient of use {of.index} of a parameter arrived after its GradientTree was closed; "
+            f"gradients.use: a gradient of use {of.number} of a parameter arrived after its GradientTree was closed; "
             "close the tree after the backward"
         )
     assert parameter is not None
-    if collector.arrive(parameter, of.index, grad) is not None:
+    if collector.arrive(parameter, of.number, grad) is not None:
         raise PlanError(
-            f"gradients.use: use {of.index} of a parameter in {parameter.dtype} is left to what wraps the model, which "
-            "would not see it; keep an fp32 master weight and give the operators compute_dtype"
+            f"gradients.use: use {of.number} of a parameter in {parameter.dtype} is left to what wraps the model, and "
+            "that would not see it; keep an fp32 master weight and give the operators compute_dtype"
         )
 
 
@@ -193,7 +193,7 @@ class Graph:
                 if of is None or parameter is None:
                     yield node.variable, DIRECT, consumers
                 else:
-                    yield parameter, of.index, consumers
+                    yield parameter, of.number, consumers
 
     def uses(self, name: str, number: int, consumers: list[Any]) -> Iterator[tuple[int, bool]]:
         """Per use: its number, and whether it is a look-up, which multiplies nothing and so may have bf16 values."""

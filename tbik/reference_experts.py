@@ -118,14 +118,12 @@ def experts_backward(
         for begin, end in itertools.pairwise(sample_offsets):
             blocks = []
             for start in range(begin, end, TOKENS_PER_BLOCK) or [begin]:
-                here = [touched[e, t] for t in range(start, min(start + TOKENS_PER_BLOCK, end)) if (e, t) in touched]
-                a, b, h = (torch.cat([p[i] for p in here]) if here else None for i in range(3))
-                xs = [x[t] for t in range(start, min(start + TOKENS_PER_BLOCK, end)) if (e, t) in touched]
-                blocks.append(
-                    (torch.zeros(dgate_up.shape[1:]), torch.zeros(ddown.shape[1:]))
-                    if a is None or b is None or h is None
-                    else (chain(a.T, torch.stack(xs).T), chain(b.T, h.T))
-                )
+                here = [t for t in range(start, min(start + TOKENS_PER_BLOCK, end)) if (e, t) in touched]
+                if not here:
+                    blocks.append((torch.zeros(dgate_up.shape[1:]), torch.zeros(ddown.shape[1:])))
+                    continue
+                a, b, h = (torch.cat([touched[e, t][i] for t in here]) for i in range(3))
+                blocks.append((chain(a.T, x[here].T), chain(b.T, h.T)))
             first.append(tree.root([block[0] for block in blocks], add))
             second.append(tree.root([block[1] for block in blocks], add))
         dgate_up[e], ddown[e] = _sample_root(first, plan), _sample_root(second, plan)

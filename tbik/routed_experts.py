@@ -36,6 +36,9 @@ class _Held(torch.nn.Module):
         for name, value in parameters.items():
             self.register_parameter(name, _parameter(value))
 
+    def __getitem__(self, name: str) -> torch.nn.Parameter:
+        return self.get_parameter(name)
+
 
 class RoutedExperts(torch.nn.Module):
     """y = sum over the experts that a token chose, weighted by its router, of down(silu(gate) up).
@@ -100,7 +103,7 @@ class RoutedExperts(torch.nn.Module):
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
         """x [T, H], the same on every rank -> alike. sample_offsets as in ops.linear, for the gradients."""
-        router, gate_up, down = self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj
+        router, gate_up, down = self.gate["weight"], self.experts["gate_up_proj"], self.experts["down_proj"]
         call = _Call(
             self.sharding,
             CoverRun(self.intermediate, *self.sharding.run),

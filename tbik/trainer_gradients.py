@@ -144,7 +144,7 @@ def _tbik_step(model: Any, ids: Sequence[Any], m: int, group: Any) -> dict[str, 
 
     tree = GradientTree(model, samples_per_step=len(ids), micro_steps=len(ids) // m, plan=model.setting.plan)
     scale = upstream(SampleBatch(ids).num_targets)
-    nodes = []
+    nodes: list[Any] = []
     with tree:
         while len(nodes) * m < len(ids):
             with tree.micro_step() as step:

@@ -121,8 +121,9 @@ class Part:
 
     def apart(self, value: Tensor) -> Tensor:
         """A tensor of this shape, or a rank's share of it, with the stretches along an axis of their own."""
-        sizes = (self.stretches, value.shape[self.axis] // self.stretches)
-        return value.unflatten(self.axis, sizes) if self.stretches > 1 else value
+        shape, axis = value.shape, self.axis
+        sizes = (self.stretches, shape[axis] // self.stretches)
+        return value.view(*shape[:axis], *sizes, *shape[axis + 1 :]) if self.stretches > 1 else value
 
     @property
     def apart_axis(self) -> int:

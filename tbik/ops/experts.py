@@ -217,7 +217,7 @@ def experts_backward(
     if needs_parameters[1]:
         do_PH = _C.scale_rows(dy_PH, weights_P, dy.dtype)
         ddown = _parameter_gradient(do_PH, h_Pi, pairs, blocks, compute, narrow, down.shape)
-    return ExpertGradients(dx, dweights.view(-1, *routing.ids.shape), dgate_up, ddown)
+    return ExpertGradients(dx, dweights.view(products.shape[0], *routing.ids.shape), dgate_up, ddown)
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""A part of tests/model_sweep.py: TP 3 (uneven), three layouts per family; the whole is bench/results/models_sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from spawn import Pool
+
+pytest.importorskip("transformers")
+
+from model_sweep import FAMILIES, SAMPLES, Layout, layouts, sweep
+
+pytestmark = pytest.mark.multiprocess
+CHOSEN = [Layout(1, "left", True), Layout(2, "right", False), Layout(SAMPLES, "packed", True)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(3, timeout=120.0) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, "bfloat16" if index % 2 else "float32") for index, family in enumerate(FAMILIES)],
+)
+def test_verify_every_layout_has_the_bits_of_samples_alone(pool: Pool, family: str, dtype: str) -> None:
+    reference, *configurations = sweep(pool, family, dtype, [3], CHOSEN)
+    assert len(configurations) == len(CHOSEN) and reference["control"] > 0
+    assert all(record["equal"] for record in configurations), [record["wrong"] for record in configurations]
+
+
+def test_verify_the_sweep_is_complete() -> None:
+    """Every split, form and checkpointing once."""
+    assert len(set(layouts())) == 18 and {layout.micro_steps for layout in layouts()} == {1, 2, 8}
