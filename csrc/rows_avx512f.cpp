@@ -24,7 +24,7 @@ constexpr int kWidth = 16;
 #include "convert_loops.h"
 
 namespace {
-// One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only chain_columns and chain_scaled may use it.
+// One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only the chains may use it.
 inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 inline __attribute__((always_inline)) __m512 floor_vec(__m512 x) {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
 from spawn import Pool
-from torch import Tensor
+from torch import Tensor, library
 
 from tbik import _C, TreePlan, ops, reference, reference_experts
 from tbik.errors import PlanError
@@ -284,7 +284,7 @@ def test_verify_cover_is_the_sum() -> None:
     assert_bitwise_equal(cover[0], whole, "one node")
     called = torch.ops.tbik.experts(data.x, *routing, data.gate_up, data.down, PLAN.key(), torch.float32, torch.float32)
     assert_bitwise_equal(called, whole, "torch.ops.tbik.experts")
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.tbik.experts.default,
         (data.x, *routing, data.gate_up, data.down, PLAN.key(), torch.float32, torch.float32),
         test_utils=("test_schema", "test_faketensor"),
