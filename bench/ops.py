@@ -62,8 +62,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="names of cases, or parts of them")
     parser.add_argument("--pairs", type=int, default=15, help="measured pairs of calls, at least")
     parser.add_argument("--seconds", type=float, default=0.5, help="time that cheap cases fill with more pairs")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: one thread, on a busy machine")
     parser.add_argument("--json", type=Path, help="write machine and rows")
     options = parser.parse_args()
+    if options.clock == "cpu" and options.threads != 1:
+        parser.error("--clock cpu counts the calling thread only; use --threads 1")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     chosen = [c for c in CASES if not options.only or any(part in c.name for part in options.only)]
@@ -77,11 +80,12 @@ def main() -> None:
 
 def measure(c: Case, name: str, options: argparse.Namespace) -> dict[str, Any]:
     ours, torchs = c.make(DTYPES[name])
+    clock = time.perf_counter if options.clock == "wall" else time.thread_time
 
     def seconds(call: Call) -> float:
-        start = time.perf_counter()
+        start = clock()
         call()
-        return time.perf_counter() - start
+        return clock() - start
 
     warm = min(seconds(ours) + seconds(torchs) for _ in range(3))
     pairs = max(options.pairs, min(400, int(options.seconds / warm)))
@@ -114,13 +118,14 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "threads": options.threads,
+        "clock": options.clock,
         "torch": torch.__version__,
     }
 
 
 def show(report: dict[str, Any]) -> None:
     here, console = report["machine"], Console(width=120)
-    console.print(f"{here['cpu']}, {here['threads']} thread(s) of {here['cpus']}, load {here['load']:.1f}")
+    console.print(f"{here['cpu']}, {here['threads']} thread(s) of {here['cpus']}, load {here['load']:.1f}, {here['clock']} clock")
     table = Table(title=f"torch {here['torch']} eager: ratio = torch time / tbik time, median over pairs")
     for column in ("case", "shape", "dtype", "tbik us", "torch us", "ratio"):
         table.add_column(column, justify="left" if column in ("case", "shape", "dtype") else "right")

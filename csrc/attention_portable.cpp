@@ -12,25 +12,9 @@ namespace tbik {
 namespace attention_plain {
 
 #include "attention_loops.h"
+#include "flushed_fma.h"
+
 namespace {
-
-inline float flush_input(float x) { return (bits(x) & 0x7f800000u) == 0 ? as_f32(bits(x) & 0x80000000u) : x; }
-
-// a, b, c already flushed.
-inline float flushed_fma(float a, float b, float c) {
-  const float r = std::fma(a, b, c);
-  const uint32_t magnitude = bits(r) & 0x7fffffffu;
-  if (magnitude > 0x00800000u || magnitude == 0) return r;
-  bool tiny = magnitude < 0x00800000u;
-  if (!tiny) {
-    const bool a_smaller = (bits(a) & 0x7fffffffu) <= (bits(b) & 0x7fffffffu);
-    const float small = a_smaller ? a : b;
-    const float large = a_smaller ? b : a;
-    const float s = std::fma(small * 0x1p64f, large, c * 0x1p64f);
-    tiny = std::fabs(s) < 0x1p-62f;
-  }
-  return tiny ? as_f32(bits(r) & 0x80000000u) : r;
-}
 
 void chain_tiles(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
                  int64_t steps, float* c, int64_t c_row, int64_t columns) {

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace tbik::bindings {
 
@@ -42,6 +43,13 @@ inline void require_plain_cpu(const at::Tensor& x, const std::string& where) {
     refuse(where + ": expected a dense CPU tensor, got layout " + c10::str(x.layout()) + " on " + x.device().str());
   }
   if (x.is_neg() || x.is_conj()) refuse(where + ": a lazily negated or conjugated view; call .resolve_neg() first");
+}
+
+// at::empty for a result that will be written in order.
+inline at::Tensor empty_result(at::IntArrayRef shape, const at::TensorOptions& options) {
+  at::Tensor result = at::empty(shape, options);
+  ask_for_huge_pages(result.data_ptr(), static_cast<int64_t>(result.nbytes()));
+  return result;
 }
 
 // Disjoint ranges of [0, count) on torch's threads, at least `grain` items each.

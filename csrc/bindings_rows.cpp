@@ -222,7 +222,7 @@ void over_rows(int64_t rows, int64_t length, int64_t scratch, const Body& body) 
 }
 
 at::Tensor like(const at::Tensor& x, at::ScalarType dtype) {
-  return at::empty(x.sizes(), at::TensorOptions().dtype(dtype));
+  return empty_result(x.sizes(), at::TensorOptions().dtype(dtype));
 }
 
 // --- sums -----------------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ std::vector<at::Tensor> activation_dx(const at::Tensor& dy, const at::Tensor& ga
   if (packed) {
     std::vector<int64_t> shape = gate.sizes().vec();
     shape.back() = 2 * length;
-    results.push_back(at::empty(shape, gate.options()));
+    results.push_back(empty_result(shape, gate.options()));
     args.y = results[0].data_ptr();
     args.dup = static_cast<char*>(args.y) + length * size_of(held.view.dtype);
   } else {
@@ -631,7 +631,7 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& w, int64_t first_r
   const DType out = row_dtype(out_dtype, "embedding: out_dtype");
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(length);
-  at::Tensor y = at::empty(shape, at::TensorOptions().dtype(out_dtype));
+  at::Tensor y = empty_result(shape, at::TensorOptions().dtype(out_dtype));
   char* data = static_cast<char*>(y.data_ptr());
   over_rows(dense.numel(), length, 0, [&](int64_t first, int64_t last, float*) {
     rows.look_up(data, out, held.view, held.rows, length, id, first_row, first, last);

@@ -48,7 +48,7 @@ struct Matrix {
   at::Tensor like() const {
     std::vector<int64_t> shape = lead;
     shape.push_back(view.columns);
-    return at::empty(shape, kept.options());
+    return empty_result(shape, kept.options());
   }
 
   std::vector<int64_t> lead;

@@ -9,16 +9,11 @@
 // The floating-point mode is IEEE for the whole task and flush only around the chain kernels that ask for it.
 #include "gemm.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <stdexcept>
 
@@ -835,20 +830,6 @@ class Task {
   alignas(64) T row_[kPanel];
 };
 
-constexpr size_t kHugePage = 2 << 20;
-constexpr int64_t kHugeBytes = 4 << 20;
-
-// Large memory that is read or written in order: a packed weight streams faster from huge pages (prefetchers stop at
-// page borders), and fresh pages cost less. Advice only: where there are none, nothing happens.
-void ask_for_huge_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
-  if (bytes < kHugeBytes) return;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(p) + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 // Memory for the packed A, kept by the calling thread between calls: fresh pages cost more than the packing.
 char* packed_a_buffer(int64_t bytes, AlignedBuffer& fresh) {
   constexpr int64_t kKeep = 32 << 20;
@@ -903,16 +884,6 @@ const char* name_of(DType dtype) {
       return "float16";
   }
   return "?";
-}
-
-void FreeDeleter::operator()(void* p) const { std::free(p); }
-
-AlignedBuffer aligned_buffer(int64_t bytes) {
-  const size_t size = (static_cast<size_t>(std::max<int64_t>(bytes, 1)) + 63) / 64 * 64;
-  void* p = std::aligned_alloc(bytes >= kHugeBytes ? kHugePage : 64, size);
-  if (p == nullptr) throw std::bad_alloc();
-  ask_for_huge_pages(p, bytes);
-  return AlignedBuffer(p);
 }
 
 ChainLayout::ChainLayout(std::vector<std::vector<int64_t>> cuts_, DType compute_)

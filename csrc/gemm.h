@@ -13,11 +13,11 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "memory.h"
 #include "tree.h"
 
 namespace tbik {
@@ -32,12 +32,6 @@ struct Operand {
   int64_t stride_row;
   int64_t stride_k;
 };
-
-struct FreeDeleter {
-  void operator()(void* p) const;
-};
-using AlignedBuffer = std::unique_ptr<void, FreeDeleter>;
-AlignedBuffer aligned_buffer(int64_t bytes);  // 64-byte aligned; std::bad_alloc
 
 // Where the chains lie: per source the cuts; per chain its length, packed one behind the other. bf16 counts in pairs.
 struct ChainLayout {

@@ -134,11 +134,12 @@ inline float row_sum(const T* a, const T* b, int64_t n, float* sums, Term term =
 }
 
 // -0 < +0 < ... < inf < NaN as signed integers; a negative NaN is found by its own test.
-inline float row_max(const float* x, int64_t n) {
+template <class T>
+inline float row_max(const T* x, int64_t n) {
   int32_t highest = static_cast<int32_t>(0x807fffffu);  // the key of -inf
   uint32_t nan = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t u = bits(x[i]);
+    const uint32_t u = bits(widen(x[i]));
     const int32_t key = static_cast<int32_t>(u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) & 0x7fffffffu));
     highest = key > highest ? key : highest;
     nan |= (u & 0x7fffffffu) > 0x7f800000u ? 1u : 0u;

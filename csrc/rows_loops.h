@@ -506,6 +506,19 @@ void dropout(const DropoutArgs& args, int64_t first, int64_t last) {
 
 // --- R7, R8: embedding, sums ----------------------------------------------------------------------------------------
 
+// y = x with NaN canonical, rounded once where the type changes. bf16 to itself stays in 16-bit lanes.
+template <class To, class T>
+inline void copy_canonical(To* __restrict y, const T* __restrict x, int64_t n) {
+  if constexpr (__is_same(To, Bf16) && __is_same(T, Bf16)) {
+    for (int64_t i = 0; i < n; ++i) {
+      const uint16_t u = x[i].u;
+      y[i].u = (u & 0x7fffu) > 0x7f80u ? uint16_t{0x7fc0} : u;
+    }
+  } else {
+    map_n(y, n, [](auto v) { return v; }, x);
+  }
+}
+
 template <class To, class T>
 inline void look_up_rows(To* y, const RowsView& w, int64_t num_rows, int64_t length, const int64_t* id,
                          int64_t first_row, int64_t first, int64_t last) {
@@ -523,7 +536,7 @@ inline void look_up_rows(To* y, const RowsView& w, int64_t num_rows, int64_t len
     const int64_t row = id[t] - first_row;
     To* to = y + t * length;
     if (row >= 0 && row < num_rows) {
-      map_n(to, length, [](auto v) { return v; }, reinterpret_cast<const T*>(row_at(w, row)));
+      copy_canonical(to, reinterpret_cast<const T*>(row_at(w, row)), length);
     } else {
       for (int64_t i = 0; i < length; ++i) to[i] = narrow<To>(-0.0f);
     }

@@ -14,9 +14,9 @@ std::byte* MoverTransport::outgoing() {
 
 void MoverTransport::exchange(const Tag& tag, const std::vector<Part>& parts, const Where& where) {
   const std::string what = describe(where, rank_, size_);
-  if (!broken_.empty()) {
+  if (const std::string reason = broken(); !reason.empty()) {
     throw TransportError(TransportFailure::kAborted, name_ + ": " + what + ": an earlier call of these ranks failed (" +
-                                                         broken_ + "). Make a new group or communicator");
+                                                         reason + "). Make a new group or communicator");
   }
   own_ = outgoing();
   ++round_;
@@ -48,7 +48,7 @@ void MoverTransport::exchange(const Tag& tag, const std::vector<Part>& parts, co
   try {
     move_(to, from, what, limit_);
   } catch (const std::exception& error) {
-    broken_ = std::string(error.what()).substr(0, 300);
+    set_broken(error.what());
     // What is still under way reads and writes these for as long as the process lives.
     static auto* const abandoned = new std::vector<std::vector<std::vector<std::byte>>>;
     static std::mutex guard;
@@ -73,7 +73,15 @@ const std::byte* MoverTransport::incoming(int peer, size_t part) const {
   return at;
 }
 
-void MoverTransport::abort(const std::string& reason) {
+void MoverTransport::abort(const std::string& reason) { set_broken(reason); }
+
+std::string MoverTransport::broken() {
+  const std::lock_guard<std::mutex> lock(guard_);
+  return broken_;
+}
+
+void MoverTransport::set_broken(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(guard_);
   if (broken_.empty()) broken_ = reason.substr(0, 300);
 }
 

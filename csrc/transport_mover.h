@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -57,6 +58,11 @@ class MoverTransport final : public Transport {
   std::vector<Tag> tags_;
   const std::vector<Part>* parts_ = nullptr;
   const std::byte* own_ = nullptr;
+
+  // Any thread may abort; the first reason stays.
+  std::string broken();
+  void set_broken(const std::string& reason);
+  std::mutex guard_;
   std::string broken_;
 };
 

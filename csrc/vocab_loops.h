@@ -15,20 +15,9 @@ inline int32_t order_key(float x) {
   const int32_t key = b ^ ((b >> 31) & 0x7fffffff);
   return (b & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : key;
 }
-inline float of_order_key(int32_t key) {
-  const int32_t b = key ^ ((key >> 31) & 0x7fffffff);
-  return key == 0x7fffffff ? as_f32(0x7fc00000u) : as_f32(static_cast<uint32_t>(b));
-}
-
 template <class T>
-float max_n(const void* x_, int64_t n) {
-  const T* x = static_cast<const T*>(x_);
-  int32_t best = order_key(-__builtin_inff());
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t key = order_key(widen(x[i]));
-    best = key > best ? key : best;
-  }
-  return of_order_key(best);
+float max_n(const void* x, int64_t n) {
+  return row_max(static_cast<const T*>(x), n);
 }
 
 inline float block_sum(const float* terms, int64_t n) {

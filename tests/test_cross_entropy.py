@@ -213,7 +213,7 @@ def test_verify_stock_cross_entropy_depends_on_the_batch() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_validate_cross_entropy_accuracy(dtype: torch.dtype) -> None:
     """Against float64: losses, total and gradient no worse than torch's own (bf16 losses of torch are in bf16)."""
-    x = logits((256, 8192), dtype, 14, shift=0)
+    x = logits((1024, 8192), dtype, 14, shift=0)  # of 256 rows torch's own figure moves by 8 % from seed to seed
     targets = targets_for(x, 15)
     stock = torch.nn.functional.cross_entropy
 
@@ -224,7 +224,7 @@ def test_validate_cross_entropy_accuracy(dtype: torch.dtype) -> None:
 
     truth = stock_run(x.double())
     theirs = stock_run(x)
-    ours = losses_and_gradient(8)(x, targets, torch.ones(256))
+    ours = losses_and_gradient(8)(x, targets, torch.ones(1024))
     for what, value, other, exact in zip(("loss", "dx"), ours, theirs, truth):
         error, allowed = (float((t.double() - exact).square().mean().sqrt()) for t in (value, other))
         assert error <= 1.02 * allowed, (what, error, allowed)
