@@ -125,7 +125,9 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     here, console = report["machine"], Console(width=120)
-    console.print(f"{here['cpu']}, {here['threads']} thread(s) of {here['cpus']}, load {here['load']:.1f}, {here['clock']} clock")
+    console.print(
+        f"{here['cpu']}, {here['threads']} thread(s) of {here['cpus']}, load {here['load']:.1f}, {here['clock']} clock"
+    )
     table = Table(title=f"torch {here['torch']} eager: ratio = torch time / tbik time, median over pairs")
     for column in ("case", "shape", "dtype", "tbik us", "torch us", "ratio"):
         table.add_column(column, justify="left" if column in ("case", "shape", "dtype") else "right")
