@@ -36,7 +36,7 @@ from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.plan import TreePlan
 
 ROOT = Path(__file__).parent.parent
-START_S = 300.0
+START_S = 600.0
 REPLY_S = 300.0
 _LOG_LINES = 12
 _LOOK_S = 0.5

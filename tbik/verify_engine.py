@@ -35,7 +35,7 @@ def serve(job: Job, silence_s: float) -> Iterator[Message]:
             settings = EngineSettings(
                 folder=job.folder, tp=tp, mode=mode, plan=job.plan, dtype=job.dtype, longest=longest, **options
             )
-            with EngineProcess(settings, start_s=silence_s, reply_s=silence_s) as engine:
+            with EngineProcess(settings, reply_s=silence_s) as engine:
                 _require_comparable(job, Configuration(mode, tp, 0), engine.ranks)
                 for report in engine.ranks:
                     yield report["rank"], "environment", Configuration(mode, tp, 0), report["environment"]
