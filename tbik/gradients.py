@@ -169,7 +169,7 @@ class GradientTree:
 
     def _take_from(self, parameter: Tensor, position: int) -> None:
         if parameter.dtype != self._acc_dtype:
-            self._undo.callback(setattr, parameter, "grad_dtype", parameter.grad_dtype)
+            self._undo.callback(_restore_grad_dtype, parameter, parameter.grad_dtype)
             parameter.grad_dtype = self._acc_dtype
         self._positions[id(parameter)] = position
         self._undo.callback(collect(parameter, self))
@@ -657,6 +657,12 @@ class UseKey(NamedTuple):
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
+
+
+def _restore_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """A parameter that still holds its fp32 gradient keeps the dtype of it."""
+    if parameter.grad is None or parameter.grad.dtype == dtype:
+        parameter.grad_dtype = dtype
 
 
 def _named(where: str, parameters: torch.nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:

@@ -4,8 +4,9 @@
     python tests/model_sweep.py --families qwen3-moe --tp 1 3 --output out.json
 
 Per family and dtype the reference is one rank with each of the 8 samples alone: 8 micro-steps of one sample, packed, no
-checkpointing. Against it: every TP size x (micro-steps, m) x form (packed, padded left, padded right) x gradient
-checkpointing. Compared are digests (tbik.fingerprint, of whole tensors whatever the sharding) of the logits of every
+checkpointing. Against it: (micro-steps, m) x form (packed, padded left, padded right) x gradient checkpointing, all
+combinations on one rank; at the other TP sizes every split packed, and padded with checkpointing (--all: everything).
+Compared are digests (tbik.fingerprint, of whole tensors whatever the sharding) of the logits of every
 sample, of the token sum (nodes of the micro-steps, folded) and of every gradient of the step (GradientTree).
 Negative control, per family and dtype: autograd's own sum over the micro-batches differs over m.
 """
@@ -15,10 +16,11 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +80,12 @@ class Layout(NamedTuple):
 ALONE = Layout(SAMPLES, "packed", False)
 
 
-def layouts(forms: Sequence[str] = FORMS) -> list[Layout]:
-    return [Layout(a, form, c) for a, _ in SPLITS for form in forms for c in (False, True)]
+def layouts(tp: int, every: bool = False) -> list[Layout]:
+    """On one rank (or `every`) all combinations; on several each split packed, and padded with checkpointing."""
+    if tp == 1 or every:
+        return [Layout(a, form, c) for a, _ in SPLITS for form in FORMS for c in (False, True)]
+    padded = itertools.cycle(FORMS[1:])
+    return [Layout(a, form, c) for a, _ in SPLITS for form, c in (("packed", False), (next(padded), True))]
 
 
 @functools.lru_cache(maxsize=4)
@@ -203,7 +209,7 @@ def on_rank(
 
 
 def sweep(
-    pool: Pool, family: str, name: str, tp_sizes: Sequence[int], chosen: list[Layout]
+    pool: Pool, family: str, name: str, tp_sizes: Sequence[int], layouts_of: Callable[[int], list[Layout]]
 ) -> Iterator[dict[str, Any]]:
     """One record per configuration: whether every rank has every digest of the reference."""
     dtype = DTYPES[name]
@@ -213,7 +219,7 @@ def sweep(
     del reference
     yield {"family": family, "dtype": name, "reference": expected, "control": differing}
     for tp in tp_sizes:
-        start = time.perf_counter()
+        start, chosen = time.perf_counter(), layouts_of(tp)
         ranks = pool.run(on_rank, tp, family, dtype, chosen, deadline=3600)
         seconds = time.perf_counter() - start
         for index, layout in enumerate(chosen):
@@ -250,11 +256,15 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=[*FAMILIES, SMOLLM2])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--tp", nargs="+", type=int, default=list(TP_SIZES), choices=TP_SIZES)
-    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--all", action="store_true", help="every combination at every TP size")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     records = []
+
+    def chosen(tp: int) -> list[Layout]:
+        return layouts(tp, options.all)
+
     log = options.output.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as lines, Pool(max(options.tp), timeout=900.0) as pool:
@@ -268,7 +278,7 @@ def main() -> None:
         for family in options.families:
             say(f"{family}: {plan_of(family).key()}")
             for name in options.dtypes:
-                for record in sweep(pool, family, name, options.tp, layouts(options.forms)):
+                for record in sweep(pool, family, name, options.tp, chosen):
                     records.append(record)
                     if "control" in record:
                         say(

@@ -295,6 +295,41 @@ def test_verify_narrow_parameters_get_wide_gradients() -> None:
         assert layer.weight.grad_dtype == torch.bfloat16
 
 
+def test_verify_uses_of_a_narrow_parameter() -> None:
+    """A bf16 weight used twice: each use has a tree, the gradient is that of an fp32 master of it."""
+    if not hasattr(Tensor, "grad_dtype"):
+        pytest.skip("this torch rounds gradients to the parameter's dtype")
+    x, dy = (wide_exponents((8, 3, 6), torch.bfloat16, seed, 6) for seed in (1, 2))
+    values = wide_exponents((6, 6), torch.bfloat16, 3, 6)
+
+    def gradient(dtype: torch.dtype, micro_steps: int) -> Tensor:
+        w = torch.nn.Parameter(values.to(dtype))
+        with GradientTree([w], samples_per_step=8, micro_steps=micro_steps) as tree:
+            for _ in range(micro_steps):
+                with tree.micro_step() as micro:
+                    h = x[micro.samples].clone().requires_grad_()
+                    for index in range(2):
+                        h = ops.linear(h, use(w, index), plan=PLAN, compute_dtype=torch.bfloat16)
+                    micro.backward(h, dy[micro.samples])
+        assert w.grad is not None and w.grad.dtype == torch.float32
+        return w.grad
+
+    expected = gradient(torch.float32, 1)
+    assert_bits_differ(expected, expected.bfloat16().float(), "rounding")
+    for micro_steps in (1, 2, 8):
+        assert_bitwise_equal(gradient(torch.bfloat16, micro_steps), expected, f"A={micro_steps}")
+    w = torch.nn.Parameter(values)
+    tree = GradientTree([w], samples_per_step=8, micro_steps=1)
+    with pytest.raises(PlanError, match="used twice as use 0"), tree.micro_step() as micro:
+        y = ops.linear(ops.linear(x[micro.samples], use(w, 0), plan=PLAN), use(w, 0), plan=PLAN)
+        micro.backward(y, dy[micro.samples])
+    tree.reset()
+    y = ops.linear(x, use(w, 0), plan=PLAN)
+    tree.close()
+    with pytest.raises(PlanError, match="after its GradientTree was closed"):
+        y.backward(dy)
+
+
 def test_verify_flush_mode_of_the_process(flush_denormal: None) -> None:
     """Nodes keep subnormals (A3), also where torch's own addition would not."""
     w = torch.nn.Parameter(torch.zeros(4, 4))

@@ -26,11 +26,14 @@ def pool() -> Iterator[Pool]:
     [(family, "bfloat16" if index % 2 else "float32") for index, family in enumerate(FAMILIES)],
 )
 def test_verify_every_layout_has_the_bits_of_samples_alone(pool: Pool, family: str, dtype: str) -> None:
-    reference, *configurations = sweep(pool, family, dtype, [3], CHOSEN)
+    reference, *configurations = sweep(pool, family, dtype, [3], lambda tp: CHOSEN)
     assert len(configurations) == len(CHOSEN) and reference["control"] > 0
     assert all(record["equal"] for record in configurations), [record["wrong"] for record in configurations]
 
 
 def test_verify_the_sweep_is_complete() -> None:
     """Every split, form and checkpointing once."""
-    assert len(set(layouts())) == 18 and {layout.micro_steps for layout in layouts()} == {1, 2, 8}
+    assert len(set(layouts(1))) == len(set(layouts(8, every=True))) == 18
+    some = layouts(3)
+    assert len(set(some)) == 6 and {layout.micro_steps for layout in some} == {1, 2, 8}
+    assert {layout.form for layout in some} == {"packed", "left", "right"}
