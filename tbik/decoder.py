@@ -31,6 +31,7 @@ from torch.nn import functional
 from tbik import nn, ops
 from tbik.collectives import all_reduce
 from tbik.errors import IntegrityError, PlanError
+from tbik.integrity.pieces import Piece
 from tbik.packing import freeze
 from tbik.plan import Layout, ModelShape, Run, TreePlan
 
@@ -160,8 +161,11 @@ def inverse_frequencies(config: DecoderConfig) -> list[float]:
 class Checkpoint:
     """Memory-mapped safetensors; a rank touches the bytes of its own shard only. Errors: PlanError, by tensor."""
 
-    def __init__(self, folder: Path | str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path | str, dtype: torch.dtype, pieces: dict[str, list[Piece]] | None = None) -> None:
+        """pieces: takes every tensor that is read, if it is given."""
         from safetensors import safe_open
+
+        self._pieces = pieces
 
         self._dtype = dtype
         self._stack = ExitStack()
@@ -195,6 +199,10 @@ class Checkpoint:
         # a copy: the memory map is closed later, and a slice must not keep the whole file's pages alive
         value = torch.empty(value.shape, dtype=self._dtype).copy_(value)
         self._unread.discard(name)
+        if self._pieces is not None:
+            offset = [0] * len(shape)
+            offset[axis] = lo
+            self._pieces[name] = [Piece.box(value, shape, offset)]
         self.loaded_bytes[name] = ((lo, hi), value.numel() * value.element_size())
         return value
 
@@ -327,7 +335,7 @@ class Decoder:
 
     folder: config.json and *.safetensors. plan: decides the bits (mode "tbik") and the shards (both modes).
     group: the tensor-parallel group, None for one rank. mode: "tbik" or "stock". dtype: the model dtype; weights stored
-    in another one are rounded once when they are loaded.
+    in another one are rounded once when they are loaded. keep_pieces: hold on to the weights as they were read.
     Errors: PlanError at construction for whatever this decoder does not implement.
     """
 
@@ -339,6 +347,7 @@ class Decoder:
         group: dist.ProcessGroup | None = None,
         mode: Mode = "tbik",
         dtype: str = "bfloat16",
+        keep_pieces: bool = False,
     ) -> None:
         if mode not in ("tbik", "stock"):
             raise PlanError(f"Decoder.mode: expected 'tbik' or 'stock', got {mode!r}")
@@ -351,6 +360,8 @@ class Decoder:
         self.rank = group.rank() if group is not None else 0
         layout = plan.layout(self.config.shape, self.world_size)
         self._shards = _Shards(self.config.shape, plan, layout, self.rank)
+        self.pieces: dict[str, list[Piece]] | None = {} if keep_pieces else None
+        """With keep_pieces: the weights as they were read, for tbik.fingerprint over the group."""
         self._linears: Linears = TbikLinears(plan, group) if mode == "tbik" else StockLinears(group)
         with torch.no_grad():
             self._load(Path(folder))
@@ -460,7 +471,7 @@ class Decoder:
     def _load(self, folder: Path) -> None:
         config, shards, shape, rank = self.config, self._shards, self.config.shape, self.rank
         make, layout = self._linears, self._shards.layout
-        checkpoint = Checkpoint(folder, self.dtype)
+        checkpoint = Checkpoint(folder, self.dtype, self.pieces)
         hidden, dim = shape.hidden, shape.head_dim
         self._embedding = checkpoint.read("model.embed_tokens.weight", (shape.vocab, hidden), shards.vocab_rows[rank])
         self._layers = []

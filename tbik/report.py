@@ -85,6 +85,10 @@ def build(report: Mapping[str, Any]) -> str:
 
 def headline(report: Mapping[str, Any]) -> str:
     """`tbik: 1 unique output of 12; stock: 7 unique outputs of 12`."""
+    if report.get("kind") == "rl":
+        sums = {mode: sum(row["differing_bit_patterns"] for row in rows) for mode, rows in report["steps"].items()}
+        totals = {mode: sum(row["tokens"] for row in rows) for mode, rows in report["steps"].items()}
+        return "; ".join(f"{mode}: {n} of {totals[mode]} log-probabilities differ" for mode, n in sums.items())
     parts = [f"{mode}: {count} {_what_is_unique(report, mode, count)}" for mode, count in report["unique"].items()]
     return "; ".join(parts)
 
@@ -99,6 +103,9 @@ def _what_is_unique(report: Mapping[str, Any], mode: str, count: int) -> str:
 def _sections(report: Mapping[str, Any]) -> Iterable[str]:
     if report.get("kind") == "training":
         yield from _training_sections(report)
+        return
+    if report.get("kind") == "rl":
+        yield from _rl_sections(report)
         return
     yield _header(report)
     yield _verdicts(report)
@@ -382,6 +389,45 @@ def _training_sections(report: Mapping[str, Any]) -> Iterable[str]:
         "loss per token",
     )
     yield _section("Losses", f"<figure>{svg}</figure>")
+    yield _section("The plan", _plan(report))
+    yield _section("Environment", _pairs(report["environment"]))
+
+
+def _rl_sections(report: Mapping[str, Any]) -> Iterable[str]:
+    job, steps = report["job"], report["steps"]
+    verdict = "The trainer computes the sampler's bits" if report["claim"] else "The bits were not shown to be equal"
+    yield (
+        f"<header><h1>{verdict}</h1><p>{job['steps']} GRPO steps of {job['prompts'] * job['group']} answers; sampler: "
+        f"{html.escape(job['engine'])} at TP={job['tp']}, bf16; trainer: FSDP2 on {job['trainer_ranks']} ranks, fp32 "
+        f"weights, bf16 compute; {report['seconds']:.0f} s</p></header>"
+    )
+    yield _reasons(report)
+    for title, key, label, log in (
+        ("Log-probabilities whose bits differ between trainer and sampler", "differing_bit_patterns", "tokens", False),
+        ("KL of sampler and trainer", "kl", "KL", True),
+        ("Reward", "reward", "share of wanted tokens", False),
+    ):
+        lines = [(mode, mode, [row[key] for row in rows]) for mode, rows in steps.items()]
+        yield _section(title, f"<figure>{lines_svg(lines, 'step', label, log)}</figure>")
+    head = [("", "way"), ("n", "step"), ("n", "differing"), ("n", "tokens"), ("n", "KL"), ("n", "reward")]
+    head += [("", "trainer's weights"), ("", "sampler's weights")]
+    rows = [
+        _row(
+            [
+                ("", mode),
+                ("n", str(row["step"])),
+                ("n", str(row["differing_bit_patterns"])),
+                ("n", str(row["tokens"])),
+                ("n", _number(row["kl"])),
+                ("n", f"{row['reward']:.3f}"),
+                ("", f'<span class="digest">{row["trainer_weights"]}</span>'),
+                ("", f'<span class="digest">{row["sampler_weights"]}</span>'),
+            ]
+        )
+        for mode, of_mode in steps.items()
+        for row in of_mode
+    ]
+    yield _section("Every step", _grid(head, rows))
     yield _section("The plan", _plan(report))
     yield _section("Environment", _pairs(report["environment"]))
 

@@ -46,6 +46,21 @@ class WorkerReport:
             "shards": {name: [list(run), size] for name, run, size in pieces(model, itemsize, tied)},
         }
 
+    def tbik_weights(self) -> str:
+        """The fingerprint of the weights as they are now, of all ranks; collective. "unknown" where the plug-in is off.
+
+        Without it vLLM's own CPU layers keep their weights packed.
+        """
+        from vllm.distributed import get_tp_group
+
+        from tbik_vllm.weight_digest import digest
+
+        if os.environ.get("TBIK") != "1":
+            return "unknown"
+        group = get_tp_group()
+        worker: Any = self
+        return digest(worker.model_runner.get_model(), group.cpu_group if group.world_size > 1 else None)
+
     def tbik_time_all_reduce(self, num_elements: str, calls: str) -> float:
         """Seconds of one all-reduce of bf16 over the tensor-parallel ranks, mean of `calls`, called as layers do."""
         from vllm.distributed import get_tp_group
