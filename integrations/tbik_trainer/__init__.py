@@ -1,0 +1,162 @@
+"""Hugging Face's Trainer with gradients that ignore per_device_train_batch_size and gradient_accumulation_steps.
+
+    trainer = tbik_trainer.Trainer(model, args, train_dataset=dataset)         otherwise transformers.Trainer
+    trainer.train()
+
+    samples of a step   B = per_device_train_batch_size * gradient_accumulation_steps; equal B, equal weights, in bits
+    what is replaced    the model's operators (tbik.parallelize), the order of samples (tbik.data.StepSampler), backward
+                        (tbik.fsdp, one tree over the samples), gradient norm and clipping (exact)
+
+The weights are fp32, products in compute_dtype. One process; several ranks train with the loop of tbik.fsdp (README).
+dataset: items with "input_ids" (and "labels", or the ids are), padded on the right here. One epoch is the whole run:
+max_steps, or num_train_epochs * len(dataset) // B steps.
+Refused by name: several processes, autocast (bf16, fp16), torch_compile, group_by_length and other samplers, label
+smoothing, deepspeed, FSDP by arguments, optimizers that mix elements.
+Errors: PlanError, at construction. Bits: layout-invariant over the split of B (tests/test_trainer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import tbik.fsdp
+from tbik.data import WHY_NOT_TOKEN_BALANCED, StepSampler, require_loader
+from tbik.errors import PlanError
+from tbik.huggingface.modules import CausalModel
+from tbik.huggingface.parallelize import parallelize
+from tbik.huggingface.rows import SampleBatch
+from tbik.optimizers import OptimizerForm
+from tbik.plan import TreePlan
+
+REFUSED = {
+    "bf16": "keep fp32 weights; compute_dtype=torch.bfloat16 is the default here",
+    "fp16": "keep fp32 weights; compute_dtype says what products are computed in",
+    "torch_compile": "the operators are compiled already",
+    "deepspeed": "the loop of tbik.fsdp shards a model",
+    "fsdp": "the loop of tbik.fsdp shards a model",
+    "label_smoothing_factor": "its loss is not a sum over tokens",
+    "auto_find_batch_size": "the samples of a step would depend on the memory",
+    "neftune_noise_alpha": "its noise depends on the micro-batch",
+}
+
+
+class Trainer(transformers.Trainer):
+    """See the module. plan, compute_dtype: as in tbik.parallelize; the rest as in transformers.Trainer."""
+
+    def __init__(
+        self,
+        model: Any,
+        args: transformers.TrainingArguments,
+        *,
+        plan: TreePlan | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        data_collator: Any = None,
+        **others: Any,
+    ) -> None:
+        where = "tbik_trainer.Trainer"
+        if args.world_size != 1 or args.n_gpu > 1:
+            raise PlanError(f"{where}: {args.world_size} processes; one is supported, tbik.fsdp's loop serves several")
+        for name, instead in REFUSED.items():
+            if getattr(args, name, None):
+                raise PlanError(f"{where}: {name} = {getattr(args, name)!r} is not supported: {instead}")
+        if getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential"):
+            raise PlanError(
+                f"{where}: train_sampling_strategy = {args.train_sampling_strategy!r}: {WHY_NOT_TOKEN_BALANCED}"
+            )
+        if args.group_by_length if hasattr(args, "group_by_length") else False:
+            raise PlanError(f"{where}: group_by_length: {WHY_NOT_TOKEN_BALANCED}")
+        if any(p.dtype != torch.float32 for p in model.parameters()):
+            raise PlanError(f"{where}: expected fp32 weights (from_pretrained(..., dtype=torch.float32))")
+        if not isinstance(model, CausalModel):
+            model = parallelize(model, None, plan, compute_dtype=compute_dtype)
+        self._samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        super().__init__(model=model, args=args, data_collator=data_collator or collate, **others)
+        self.tree = tbik.fsdp.apply(
+            model,
+            strategy="single",
+            samples_per_step=self._samples_per_step,
+            micro_steps=args.gradient_accumulation_steps,
+        )
+        self._finished = False
+        self.add_callback(_StepEnd(self))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """A loader over StepSampler: the samples of a step are those of their global numbers."""
+        dataset: Any = self.train_dataset
+        if dataset is None or not hasattr(dataset, "__len__"):
+            raise PlanError(
+                "tbik_trainer.Trainer: expected a train_dataset with a length, so that samples have numbers"
+            )
+        steps = self.args.max_steps
+        if steps <= 0:
+            steps = int(self.args.num_train_epochs * len(dataset)) // self._samples_per_step
+        self.sampler = StepSampler(
+            len(dataset),
+            samples_per_step=self._samples_per_step,
+            micro_steps=self.args.gradient_accumulation_steps,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            shuffle=getattr(self.args, "train_sampling_strategy", "random") == "random",
+            steps=steps,
+        )
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+        )
+        require_loader(loader)
+        return loader
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As transformers', refused if it mixes elements."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        OptimizerForm.of(optimizer)
+        return optimizer
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One micro-step; its gradients go into the tree."""
+        model.train()
+        self._finished = False
+        inputs = self._prepare_inputs(inputs)
+        if num_items_in_batch is None:
+            raise PlanError("tbik_trainer.Trainer: the number of targets of the step is unknown; batches need labels")
+        with self.tree.micro_step(len(inputs["input_ids"])) as micro:
+            loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            micro.backward(loss)
+        return loss.detach()
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        self._finish()
+        return self.tree.clip_grad_norm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
+        self._finish()
+        return self.tree.grad_norm() if grad_norm is None else grad_norm
+
+    def _finish(self) -> None:
+        if not self._finished:
+            self.tree.finish()
+            self._finished = True
+
+
+class _StepEnd(transformers.TrainerCallback):
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.sampler.finish_step()
+
+
+def collate(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Items with input_ids (and labels) -> a batch padded on the right; bits do not depend on the padding."""
+    ids = [torch.as_tensor(f["input_ids"], dtype=torch.int64) for f in features]
+    labels = [torch.as_tensor(f.get("labels", f["input_ids"]), dtype=torch.int64) for f in features]
+    return SampleBatch(ids, labels).padded("right")
