@@ -53,6 +53,7 @@ from tbik.workers import Link, Workers
 BUILTIN = "builtin"
 MICRO_SAMPLES = 8
 SILENCE_S = 600.0
+START_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ class _Engine(AbstractContextManager["_Engine"]):
             max_sequences=job.answers,
             temperature=1.0,
         )
-        self._process = EngineProcess(settings)
+        self._process = EngineProcess(settings, start_s=START_S)
 
     def load(self, folder: Path) -> str:
         self._process.call("reload_weights", None, str(folder))

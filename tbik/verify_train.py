@@ -134,6 +134,7 @@ class TrainJob:
     modes: tuple[Mode, ...] = MODES
     plan: TreePlan = field(default_factory=TreePlan)
     kill_after: int | None = None
+    control: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,13 @@ def make_job(
     dtype: str = "bfloat16",
     modes: Sequence[str] = MODES,
     kill_after: int | None = None,
+    control: Sequence[str] | None = None,
     **options: Any,
 ) -> TrainJob:
-    """Errors: PlanError for whatever cannot run, before any process starts."""
+    """control: names of the layouts that stock runs too, by default all without tensor parallelism.
+
+    Errors: PlanError for whatever cannot run, before any process starts.
+    """
     unknown = set(modes) - set(MODES)
     if unknown or not modes:
         raise PlanError(f"--layers: expected some of {', '.join(MODES)}, got {', '.join(modes) or 'none'}")
@@ -173,6 +178,9 @@ def make_job(
     parsed = tuple(Layout.parse(name, samples_per_step) for name in layouts)
     if not parsed or len({layout.name for layout in parsed}) != len(parsed):
         raise PlanError(f"--layouts: expected distinct names, got {', '.join(layouts) or 'none'}")
+    for name in control or ():
+        if next((layout.tp for layout in parsed if layout.name == name), 0) != 1:
+            raise PlanError(f"--control: expected some of --layouts without tensor parallelism, got {name!r}")
     for layout in parsed if kill_after is not None else ():
         if layout.strategy == "fsdp1":
             raise PlanError(f"--layouts: {layout.name}: FSDP1 has no checkpoint here; use fsdpN with --kill-after")
@@ -186,15 +194,15 @@ def make_job(
         modes=tuple(mode for mode in MODES if mode in modes),
         plan=plan,
         kill_after=kill_after,
+        control=None if control is None else tuple(control),
         **options,
     )
 
 
 def configurations(job: TrainJob) -> list[Configuration]:
     """Every run: each layout in each mode; with kill_after, each layout killed and resumed on the next one."""
-    found = [
-        Configuration(mode, layout) for mode in job.modes for layout in job.layouts if mode == "tbik" or layout.tp == 1
-    ]
+    control = [x for x in job.layouts if (x.tp == 1 if job.control is None else x.name in job.control)]
+    found = [Configuration(mode, x) for mode in job.modes for x in (job.layouts if mode == "tbik" else control)]
     if job.kill_after is not None and "tbik" in job.modes:
         following = [*job.layouts[1:], job.layouts[0]]
         found += [Configuration("tbik", b, resumed_from=a) for a, b in zip(job.layouts, following, strict=True)]

@@ -118,6 +118,7 @@ def test_verify_layouts_are_read(name: str, expected: tuple[Any, ...]) -> None:
         ({"layouts": ["single", "single"]}, "distinct"),
         ({"layouts": ["flat2"], "kill_after": 1}, "FSDP1 has no checkpoint"),
         ({"kill_after": 2}, "--kill-after"),
+        ({"control": ["fsdp2"]}, "--control"),
         ({"steps": 0}, "--steps"),
         ({"modes": ["fast"]}, "--layers"),
         ({"dtype": "float16"}, "--dtype"),
