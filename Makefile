@@ -66,14 +66,16 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS) pyproject.toml setup.py | setup
 	$(VLLM_PIP) install --quiet -r $(VLLM_VENV)/requirements.txt
 	$(VLLM_PIP) install --quiet --no-deps -r $(VLLM_VENV)/alone.txt $(VLLM_VENV)/wheels/*.whl
 	rm -r $(VLLM_VENV)/wheels
-	TBIK_USE_BUILT=1 $(VLLM_PIP) install --quiet --no-build-isolation -e .
+	TBIK_USE_BUILT=1 $(VLLM_PIP) install --quiet --no-build-isolation -e ".[dev]"
 	$(VLLM_VENV)/bin/python -c "import tbik, vllm; print('vllm', vllm.__version__, 'and tbik', tbik.__version__)"
 	@touch $@
 
 demo: setup
 	$(VENV)/bin/python -m tbik demo
 
+# tests/test_vllm_plugin.py imports vLLM, so it runs where vLLM is
 test: setup
+	@test ! -f $(VLLM_STAMP) || $(VLLM_VENV)/bin/python -m pytest tests/test_vllm_plugin.py -m "$(MARKERS)" -q
 	$(VENV)/bin/python -m pytest tests -m "$(MARKERS)" $(PYTEST_ARGS)
 
 sanitize: setup
