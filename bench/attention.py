@@ -145,12 +145,12 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def show(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def show(machine: dict[str, Any], rows: list[dict[str, Any]], other: str = "torch") -> None:
     table = Table(title=", ".join(f"{name} {value}" for name, value in machine.items()))
-    for column in ("what", "dtype", "heads, KV, D", "tokens", "ours ms", "torch ms", "torch/ours"):
+    for column in ("what", "dtype", "heads, KV, D", "tokens", "ours ms", f"{other} ms", f"{other}/ours"):
         table.add_column(column, justify="right")
     for row in rows:
-        times = (f"{row[name]:.2f}" for name in ("ours_ms", "torch_ms", "ratio"))
+        times = (f"{row[name]:.2f}" for name in ("ours_ms", f"{other}_ms", "ratio"))
         table.add_row(row["kind"], row["dtype"], str(row["heads"]), str(row["tokens"]), *times)
     Console().print(table)
 

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 
 #include "fpmode.h"
@@ -134,8 +135,15 @@ class Packer {
     const int64_t dp = padded(p_.dim);
     const int64_t first = block * kKeyBlock;
     const int64_t count = std::min(kKeyBlock, s.k_length - first);
-    for (int64_t k = 0; k < count; ++k) {
-      widen(rows + k * dp, x.rows, row_at(x, s, head, first + k));
+    const bool adjacent = x.rows.stride_dim == 1 && x.rows.stride_row == p_.dim && dp == p_.dim;
+    const int64_t run = !adjacent ? 1 : x.page_size == 0 ? kKeyBlock : std::gcd(x.page_size, kKeyBlock);
+    for (int64_t k = 0; k < count; k += run) {
+      const char* row = row_at(x, s, head, first + k);
+      if (adjacent) {
+        loops_.cast(rows + k * dp, DType::kFloat32, row, x.rows.dtype, std::min(run, count - k) * dp);
+      } else {
+        widen(rows + k * dp, x.rows, row);
+      }
     }
     std::memset(rows + count * dp, 0, static_cast<size_t>((kKeyBlock - count) * dp) * sizeof(float));
   }

@@ -22,6 +22,16 @@ namespace tbik {
 namespace attention_256 {
 
 #include "attention_loops.h"
+
+namespace {
+using Row = __m256;
+constexpr int kRow = 8;
+inline Row load_row(const float* p) { return _mm256_loadu_ps(p); }
+inline Row broadcast_row(const float* p) { return _mm256_broadcast_ss(p); }
+inline Row fma_row(Row a, Row b, Row c) { return _mm256_fmadd_ps(a, b, c); }
+inline void store_row(float* p, Row x) { _mm256_storeu_ps(p, x); }
+}  // namespace
+
 #include "attention_rows.h"
 namespace {
 

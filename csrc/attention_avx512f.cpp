@@ -23,6 +23,16 @@ namespace tbik {
 namespace attention_512 {
 
 #include "attention_loops.h"
+
+namespace {
+using Row = __m512;
+constexpr int kRow = 16;
+inline Row load_row(const float* p) { return _mm512_loadu_ps(p); }
+inline Row broadcast_row(const float* p) { return _mm512_set1_ps(*p); }
+inline Row fma_row(Row a, Row b, Row c) { return _mm512_fmadd_ps(a, b, c); }
+inline void store_row(float* p, Row x) { _mm512_storeu_ps(p, x); }
+}  // namespace
+
 #include "attention_rows.h"
 namespace {
 

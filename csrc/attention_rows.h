@@ -1,6 +1,7 @@
 // Attention chains of few query rows over keys and values where they lie (decoding): nothing is packed. Included by the
 // x86 attention_<isa>.cpp inside their target regions and namespaces, after attention_loops.h. No include guard on
-// purpose; 256-bit registers.
+// purpose; keys take 256-bit registers, values what the file defines before: Row, kRow floats wide, its load,
+// broadcast, fma and store.
 //
 //   s[r][k] = chain over d of q[r, d] k[k, d]        8 keys by 4 dimensions turned in registers, then 4 ascending steps
 //   c[r][d] = chain over k of p[r, k] v[k, d]        rows of v are contiguous over d
@@ -79,46 +80,50 @@ void chain_keys(const float* q, int64_t q_row, int64_t rows, const RowGroups& ke
   if (rows == 1) return chain_key_rows<1>(q, q_row, keys, dim, columns, s_RK);
 }
 
-// R rows by N times 8 dimensions, keys [lo, hi).
+// R rows by N registers of dimensions, keys [lo, hi).
 template <int R, int N>
 __attribute__((noinline)) void chain_value_tile(const float* p, const RowGroups& values, int64_t lo, int64_t hi,
                                                 int64_t first, float* c, int64_t c_row) {
-  __m256 acc[R][N];
+  Row acc[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) acc[r][j] = _mm256_setzero_ps();
+    for (int j = 0; j < N; ++j) acc[r][j] = Row{};
   }
   for (int64_t k = lo; k < hi;) {
     const float* v = values.group[k / 8] + k % 8 * values.stride + first;
     const int64_t end = k / 8 * 8 + 8 < hi ? k / 8 * 8 + 8 : hi;
     for (; k < end; ++k, v += values.stride) {
-      __m256 row[N];
+      Row row[N];
 #pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) row[j] = _mm256_loadu_ps(v + 8 * j);
+      for (int j = 0; j < N; ++j) row[j] = load_row(v + kRow * j);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m256 pv = _mm256_broadcast_ss(p + r * kKeys + k);
+        const Row pv = broadcast_row(p + r * kKeys + k);
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) acc[r][j] = _mm256_fmadd_ps(pv, row[j], acc[r][j]);
+        for (int j = 0; j < N; ++j) acc[r][j] = fma_row(pv, row[j], acc[r][j]);
       }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) _mm256_storeu_ps(c + r * c_row + first + 8 * j, acc[r][j]);
+    for (int j = 0; j < N; ++j) store_row(c + r * c_row + first + kRow * j, acc[r][j]);
   }
 }
 
+// As many registers as hide the latency of an addition behind the others, then what is left of `dim` by 16.
 template <int R>
 void chain_value_rows(const float* p, const RowGroups& values, int64_t lo, int64_t hi, int64_t dim, float* c,
                       int64_t c_row) {
-  constexpr int kStrips = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int kMost = R == 1 ? 8 : kRow == 16 || R == 2 ? 4 : 2;
   int64_t first = 0;
-  for (; first + kStrips * 8 <= dim; first += kStrips * 8)
-    chain_value_tile<R, kStrips>(p, values, lo, hi, first, c, c_row);
-  for (; first < dim; first += 16) chain_value_tile<R, 2>(p, values, lo, hi, first, c, c_row);
+  for (; first + kMost * kRow <= dim; first += kMost * kRow)
+    chain_value_tile<R, kMost>(p, values, lo, hi, first, c, c_row);
+  if constexpr (kMost > 4) {
+    for (; first + 4 * kRow <= dim; first += 4 * kRow) chain_value_tile<R, 4>(p, values, lo, hi, first, c, c_row);
+  }
+  for (; first < dim; first += 16) chain_value_tile<R, 16 / kRow>(p, values, lo, hi, first, c, c_row);
 }
 
 void chain_values(const float* p_RK, int64_t rows, const RowGroups& values, int64_t lo, int64_t hi, int64_t dim,
