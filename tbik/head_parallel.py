@@ -26,7 +26,15 @@ from tbik import _C, tree
 from tbik.collectives import all_gather_bytes
 from tbik.errors import PlanError
 from tbik.nn import _differentiable_once
-from tbik.ops.attention import AttentionState, HeadRun, _round, attention_backward, attention_forward, num_nodes
+from tbik.ops.attention import (
+    AttentionDropout,
+    AttentionState,
+    HeadRun,
+    _round,
+    attention_backward,
+    attention_forward,
+    num_nodes,
+)
 from tbik.ops.linear import CoverRun
 from tbik.ops.norm import fold_head_covers, norm_weight_head_covers, rms_norm, rms_norm_backward_f32
 from tbik.ops.rope import rope, rope_backward_f32
@@ -148,6 +156,7 @@ def head_attention(
     options: HeadOptions,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """attention(rope(rms_norm(q)), rope(rms_norm(k)), v) of packed sequences, from the first position of each.
 
@@ -155,7 +164,7 @@ def head_attention(
     sequences begin, 0 first, T last; q_norm, k_norm [D], the same on every rank. -> [T, H, D]. Differentiable once.
     """
     out: Tensor = _HeadAttention.apply(  # type: ignore[no-untyped-call]
-        heads, list(samples), options, q, k, v, sin, cos, q_norm, k_norm
+        heads, list(samples), options, q, k, v, sin, cos, q_norm, k_norm, dropout
     )
     return out
 
@@ -174,8 +183,9 @@ class _HeadAttention(torch.autograd.Function):
         cos: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        dropout: AttentionDropout | None,
     ) -> Tensor:
-        ctx.heads, ctx.samples, ctx.options = heads, samples, options
+        ctx.heads, ctx.samples, ctx.options, ctx.dropout = heads, samples, options, dropout
         turned_q = normed_and_turned(q, q_norm, sin, cos, options)
         turned_k = normed_and_turned(k, k_norm, sin, cos, options)
         starts = torch.tensor(samples)
@@ -189,6 +199,7 @@ class _HeadAttention(torch.autograd.Function):
             window=options.window,
             softcap=options.softcap,
             sharing=heads.sharing,
+            dropout=dropout,
         )
         ctx.save_for_backward(q, k, v, sin, cos, q_norm, k_norm, turned_q, turned_k, *state)
         return state.out
@@ -211,12 +222,13 @@ class _HeadAttention(torch.autograd.Function):
             window=options.window,
             softcap=options.softcap,
             sharing=heads.sharing,
+            dropout=ctx.dropout,
         )
         if heads.shared:
             dk, dv = torch.chunk(heads.join_kv(torch.cat([dk, dv])), 2)
         dq, dq_norm = _input_gradient(heads, dq, q, q_norm, sin, cos, samples, options, heads.query, heads.query)
         dk, dk_norm = _input_gradient(heads, dk, k, k_norm, sin, cos, samples, options, heads.own_kv, heads.kv)
-        return None, None, None, dq, dk, _round(dv, v.dtype), None, None, dq_norm, dk_norm
+        return None, None, None, dq, dk, _round(dv, v.dtype), None, None, dq_norm, dk_norm, None
 
 
 def _input_gradient(

@@ -38,7 +38,10 @@ _GRACE_S = 5.0  # for the others once one rank has failed
 _PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch.distributed", "tbik.nn"])
+# tbik.huggingface is left out by the server where transformers is missing
+_context.set_forkserver_preload(
+    ["pytest", "hypothesis", "torch", "torch.distributed", "tbik.nn", "tbik.huggingface.parallelize"]
+)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ import tbik
 from tbik import TreePlan, fsdp, gradient_norm, reference
 from tbik.errors import PlanError
 from tbik.gradients import upstream
+from tbik.ops import DropoutKey
 from tbik.tree import Node
 
 SIZES: dict[str, Any] = {
@@ -62,6 +63,7 @@ class Layout(NamedTuple):
     accumulation: str = "sharded"
     narrow: bool = False
     checkpointing: bool = False
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         others = [
@@ -148,7 +150,9 @@ def whole_state(tree: fsdp.DataParallel, gradient: bool = False) -> Named:
 def start(layout: Layout, samples_per_step: int = BATCH) -> fsdp.DataParallel:
     mesh, tp = mesh_of(layout)
     plan = NARROW if layout.narrow else PLAN
-    model = tbik.parallelize(qwen3(), tp, plan, compute_dtype=torch.bfloat16)
+    loaded = qwen3()
+    loaded.config.attention_dropout = layout.dropout
+    model = tbik.parallelize(loaded, tp, plan, compute_dtype=torch.bfloat16, residual_dropout=layout.dropout)
     if layout.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     data = layout.world // layout.tp
@@ -171,7 +175,8 @@ def train(layout: Layout, steps: int, max_norm: float = 1.0) -> Run:
     for step in range(steps):
         for _ in range(BATCH // (layout.world // layout.tp) // layout.m):
             with tree.micro_step() as micro:
-                loss = tree.model(**batch_of(step, micro.samples).packed()).loss
+                key = DropoutKey(seed=5, step=step, first_sample=micro.samples.start) if layout.dropout else None
+                loss = tree.model(**batch_of(step, micro.samples).packed(), dropout=key).loss
                 micro.report(loss)
                 micro.backward(loss, upstream(TOTAL_TOKENS))
         tree.finish()
@@ -482,6 +487,27 @@ def test_verify_bfloat16_wire(pools: Pools, expected: Run) -> None:
     for layout in (Layout("fsdp2", 2, 4, narrow=True), Layout("ddp", 3, 4, narrow=True)):
         for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS)):
             require_same(found, narrow, f"{layout}, rank {rank}")
+
+
+@pytest.mark.multiprocess
+def test_verify_dropout(pools: Pools, expected: Run) -> None:
+    """Masks are functions of sample, position, feature and head: one run in every layout, recomputed layers too."""
+    dropped = train(Layout(m=1, dropout=0.1), STEPS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert_bits_differ(dropped.gradients[name], expected.gradients[name], "dropout")
+    require_same(train(Layout(m=8, dropout=0.1, checkpointing=True), STEPS), dropped, "m=8, checkpointed")
+    for layout in (
+        Layout("fsdp2", 2, 4, dropout=0.1, checkpointing=True),
+        Layout("fsdp1", 2, 2, dropout=0.1),
+        Layout("ddp", 3, 4, dropout=0.1),
+        Layout("fsdp2", 4, 2, tp=2, dropout=0.1),
+    ):
+        for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS)):
+            require_same(found, dropped, f"{layout}, rank {rank}")
+    tree = start(Layout(m=8, dropout=0.1), 8)
+    with pytest.raises(PlanError, match="with dropout needs dropout=ops.DropoutKey"):
+        tree.model(**batch_of(0, range(1)).packed())
+    tree.model.eval()(**batch_of(0, range(1)).packed())  # nothing to drop
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

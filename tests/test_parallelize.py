@@ -591,7 +591,7 @@ def _longrope() -> Any:
         (_parametrized, "parametrized layers"),
         (_gradient_hooked, "gradient hooks"),
         (_longrope, "rope_type 'dynamic'"),
-        (lambda: _configured(attention_dropout=0.1), "attention_dropout = 0.1"),
+        (lambda: _configured(attention_dropout=1.5), "attention_dropout is a number within"),
         (_some_dense, "some layers have a dense MLP"),
         (lambda: _configured(final_logit_softcapping=30.0), "final_logit_softcapping = 30.0"),
         (lambda: _configured(hidden_act="gelu"), "hidden_act = 'gelu'"),

@@ -51,9 +51,12 @@ class Setting:
         group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype | None,
         frequencies: Mapping[str, RopeFrequencies],
+        attention_dropout: float = 0.0,
+        residual_dropout: float = 0.0,
     ) -> None:
         self.shape, self.plan, self.layout, self.group = shape, plan, layout, group
         self.compute_dtype, self.frequencies = compute_dtype, frequencies
+        self.attention_dropout, self.residual_dropout = attention_dropout, residual_dropout
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.heads = Heads(shape, layout, plan, group)
         self.vocabulary = VocabParallel(shape.vocab, plan=plan, group=group, runs=layout.vocab)
@@ -74,6 +77,7 @@ class Pass:
     cache: Cache | None
     slots: Tensor | None
     lengths: Tensor | None
+    dropout: ops.DropoutKey | None = None
 
 
 # --- ends of the model ------------------------------------------------------------------------------------------------
@@ -291,13 +295,36 @@ class Attention(torch.nn.Module):
         q_norm, k_norm = self.q_norm, self.k_norm
         sin, cos = call.tables[self.rope_kind]
         if call.cache is None:
-            out = head_attention(heads, q, k, v, sin, cos, samples, self.options, q_norm, k_norm)
+            drop = self._dropout(call)
+            out = head_attention(heads, q, k, v, sin, cos, samples, self.options, q_norm, k_norm, drop)
         else:
             q = normed_and_turned(q, q_norm, sin, cos, self.options)
             k = normed_and_turned(k, k_norm, sin, cos, self.options)
             out = self._with_cache(q, k, v, call, call.cache)
         y: Tensor = self.o_proj(out.reshape(out.shape[0], -1), samples)
         return y
+
+    def _dropout(self, call: Pass) -> ops.AttentionDropout | None:
+        setting, key = self.setting, call.dropout
+        if key is None or not setting.attention_dropout:
+            return None
+        name, first_head = f"model.layers.{self.layer_idx}.self_attn", setting.heads.query[setting.rank][0]
+        return ops.AttentionDropout(setting.attention_dropout, key.seed, key.step, name, key.first_sample, first_head)
+
+    def dropped(self, x: Tensor, call: Pass, place: str) -> Tensor:
+        """What a part of this layer adds to the residual stream, with dropout (R9)."""
+        p, key = self.setting.residual_dropout, call.dropout
+        if key is None or not p:
+            return x
+        return ops.dropout(
+            x,
+            p,
+            seed=key.seed,
+            step=key.step,
+            name=f"model.layers.{self.layer_idx}.{place}",
+            sample_offsets=call.rows.samples,
+            first_sample=key.first_sample,
+        )
 
     def _with_cache(self, q: Tensor, k: Tensor, v: Tensor, call: Pass, cache: Cache) -> Tensor:
         rows = call.rows
@@ -365,9 +392,10 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(self, x: Tensor, residual: Tensor, call: Pass) -> tuple[Tensor, Tensor]:
         samples = call.rows.samples
         y, h = self.input_layernorm(x, residual, samples)
-        y, h = self.post_attention_layernorm(self.self_attn(y, call), h, samples)
+        a = self.self_attn.dropped(self.self_attn(y, call), call, "self_attn.o_proj")
+        y, h = self.post_attention_layernorm(a, h, samples)
         d: Tensor = self.mlp(y, samples)
-        return d, h
+        return self.self_attn.dropped(d, call, "mlp.down_proj"), h
 
 
 class SandwichLayer(GradientCheckpointingLayer):
@@ -385,8 +413,9 @@ class SandwichLayer(GradientCheckpointingLayer):
         samples = call.rows.samples
         y, h = self.input_layernorm(x, residual, samples)
         a = self.post_attention_layernorm.alone(self.self_attn(y, call), samples)
-        y, h = self.pre_feedforward_layernorm(a, h, samples)
-        return self.post_feedforward_layernorm.alone(self.mlp(y, samples), samples), h
+        y, h = self.pre_feedforward_layernorm(self.self_attn.dropped(a, call, "self_attn.o_proj"), h, samples)
+        d = self.post_feedforward_layernorm.alone(self.mlp(y, samples), samples)
+        return self.self_attn.dropped(d, call, "mlp.down_proj"), h
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -411,6 +440,7 @@ class DecoderModel:
         """The normed rows [R, hidden]."""
         model: Any = self
         where = f"{type(self).__name__}.forward"
+        dropout = self._dropout(where, others.pop("dropout", None))
         unknown = sorted(name for name, value in others.items() if value is not None and value is not False)
         if unknown:
             raise PlanError(f"{where}: {unknown} are not supported by a model that tbik.parallelize made")
@@ -438,13 +468,28 @@ class DecoderModel:
             lengths = rows.live.sum(1)
             # the live slots first, in order; what follows them is never read
             slots = (~rows.live).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
-        call = Pass(rows, tables, cache, slots, lengths)
+        call = Pass(rows, tables, cache, slots, lengths, dropout)
         # -0.0 is the neutral element, -0.0 itself included
         residual = torch.full_like(x, -0.0, requires_grad=False)
         for layer in model.layers:
             x, residual = layer(x, residual, call=call)
         y, _ = model.norm(x, residual, rows.samples)
         return y, rows, cache
+
+    def _dropout(self, where: str, key: Any) -> ops.DropoutKey | None:
+        model: Any = self
+        if key is not None and not isinstance(key, ops.DropoutKey):
+            raise PlanError(
+                f"{where}: dropout is an ops.DropoutKey(seed, step, first_sample), got {type(key).__name__}"
+            )
+        if not model.training or not (self.setting.attention_dropout or self.setting.residual_dropout):
+            return None
+        if key is None:
+            raise PlanError(
+                f"{where}: a model in training mode with dropout needs dropout=ops.DropoutKey(seed, step, "
+                "first_sample): masks are functions of coordinates, not of calls. Without: model.eval(), or p = 0"
+            )
+        return key
 
     def _cache(self, where: str, cache: Any, use_cache: bool | None, training: bool) -> Cache | None:
         model: Any = self

@@ -140,6 +140,7 @@ def parallelize(
     plan: TreePlan | None = None,
     *,
     compute_dtype: torch.dtype | None = None,
+    residual_dropout: float = 0.0,
 ) -> M:
     """The model, in place, on tbik operators; this rank keeps its shard of the weights. Returns `model`.
 
@@ -148,6 +149,9 @@ def parallelize(
         does not depend on the group.
     compute_dtype: dtype of activations and products, by default that of the weights. bfloat16 with fp32 weights: master
         weights whose gradients leave in fp32 (S2). float32 with bf16 weights: LayerCast.
+    residual_dropout: p of dropout on what attention and MLP add to the residual stream (R9). The config's
+        attention_dropout is that of attention (K5). In training mode each call then takes
+        dropout=ops.DropoutKey(seed, step, first_sample).
     Logits are fp32. Errors: PlanError. Bits: layout-invariant and batch-invariant.
     """
     family = _family(model)
@@ -170,7 +174,7 @@ def parallelize(
             share = share.flatten(part.axis, part.apart_axis)
         return torch.nn.Parameter(share.contiguous().clone(), requires_grad=whole.requires_grad)
 
-    _convert(model, family, group, plan, compute_dtype, read)
+    _convert(model, family, group, plan, compute_dtype, read, residual_dropout)
     return model
 
 
@@ -329,7 +333,6 @@ def _refuse_config(config: Any, family: Family) -> None:
         ("final_logit_softcapping", (config.final_logit_softcapping,) if capped else (None,)),
         ("attn_logit_softcapping", (config.attn_logit_softcapping,) if capped else (None,)),
         ("use_bidirectional_attention", (False, None)),
-        ("attention_dropout", (0, None)),
         ("pretraining_tp", (1, None)),
         ("output_router_logits", (False, None)),
     ):
@@ -523,8 +526,13 @@ def _convert(
     plan: TreePlan | None,
     compute_dtype: torch.dtype | None,
     read: Read,
+    residual_dropout: float = 0.0,
 ) -> None:
     config = model.config
+    attention_dropout = getattr(config, "attention_dropout", None) or 0.0
+    for what, p in (("config.attention_dropout", attention_dropout), ("residual_dropout", residual_dropout)):
+        if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+            _refuse(f"{what} is a number within [0, 1), got {p!r}")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         _refuse(f"group is a ProcessGroup this rank belongs to, or None for one rank, got {group!r}")
     if compute_dtype not in (None, *DTYPES):
@@ -554,7 +562,9 @@ def _convert(
         _refuse("lm_head and the embedding share a weight, but the config says tie_word_embeddings=False")
     if tied and model.lm_head.weight is not model.model.embed_tokens.weight and not model.lm_head.weight.is_meta:
         _refuse("the config says tie_word_embeddings=True, but lm_head has a weight of its own; model.tie_weights()")
-    setting = Setting(shape, plan, layout, group, compute_dtype, frequencies)
+    setting = Setting(
+        shape, plan, layout, group, compute_dtype, frequencies, float(attention_dropout), float(residual_dropout)
+    )
     present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     build = _Builder(setting, read, lambda name: f"{name}.bias" in present, family)
     new_layers = [build.layer(f"model.layers.{index}", layer, config) for index, layer in enumerate(model.model.layers)]

@@ -12,7 +12,7 @@ from tbik.ops.attention import (
     store_kv,
 )
 from tbik.ops.cross_entropy import TokenSum, cross_entropy, sample_cover, sample_sums, token_losses, token_sum
-from tbik.ops.dropout import dropout
+from tbik.ops.dropout import DropoutKey, dropout
 from tbik.ops.embedding import embedding
 from tbik.ops.experts import Routing, experts, experts_cover, route
 from tbik.ops.fanout import fanout
@@ -28,6 +28,7 @@ from tbik.ops.softmax import log_softmax, softmax
 __all__ = [
     "AttentionDropout",
     "AttentionState",
+    "DropoutKey",
     "HeadRun",
     "PackedWeight",
     "Routing",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ from tbik.ops.rowwise import differentiable, is_direct, refuse_vmap, require_row
 from tbik.ops.samples import bounds, require_samples
 
 LIMIT = 2**63
+
+
+class DropoutKey(NamedTuple):
+    """What a training call's masks are functions of, beside the module's name and the coordinates in a sample (R9, K5).
+
+    seed, step: integers within [0, 2^63). first_sample: global number of the first sample of the call.
+    """
+
+    seed: int
+    step: int
+    first_sample: int = 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
