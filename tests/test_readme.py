@@ -42,6 +42,25 @@ dist.destroy_process_group()
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def _train(group: dist.ProcessGroup, code: str, folder: str) -> str:
+    names: dict[str, object] = {}
+    exec(compile(code.replace('"run"', repr(folder)), "README.md", "exec"), names)
+    return str(names["digest"])
+
+
+@pytest.mark.multiprocess
+def test_verify_training_example_runs_on_two_and_three_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (code,) = [block for block in BLOCKS if "tbik.fsdp.apply" in block]
+    code = code.replace('dist.init_process_group("gloo")\n', "")
+    digests = {
+        d
+        for ranks in (2, 3)
+        for d in run_ranks(_train, ranks, code, str(tmp_path / f"run-{ranks}"), timeout=120.0, deadline=240.0)
+    }
+    assert len(digests) == 1
+
+
 def test_verify_links_and_targets_exist() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", TEXT):
         assert (ROOT / target).exists(), target
