@@ -25,7 +25,7 @@ Run = tuple[int, int]
 """Leaves [lo, hi)."""
 
 ACC_DTYPES = ("float32", "float64")
-LEAF_KINDS = ("fma",)
+LEAF_KINDS = ("fma", "mma:sm_80", "mma:sm_90", "mma:sm_100")
 MAX_LEAVES = 4096
 CANDIDATE_LEAVES = range(8, 65)
 PREFERRED_GRANULE = 16
@@ -43,7 +43,8 @@ class TreePlan:
     acc_dtype: dtype of leaves and nodes; "float32" for bf16/fp16/fp32 operands, "float64" for fp64 operands.
     wire_dtype: None (= acc_dtype) or "bfloat16": rounds every leaf, node and root of trees that may cross ranks.
     grad_wire_dtype: the same for weight gradients, from the sample leaf upwards.
-    leaf: "fma", the ascending chain of fused multiply-adds.
+    leaf: "fma", the ascending chain of fused multiply-adds, or "mma:<architecture>", tensor cores (ORDER.md A13): the
+        same bits on that architecture only.
 
     Errors: PlanError for a value that no kernel obeys.
     """
@@ -70,9 +71,11 @@ class TreePlan:
                 object.__setattr__(self, name, None)
         if self.leaf not in LEAF_KINDS:
             raise PlanError(
-                f"TreePlan.leaf: expected one of {LEAF_KINDS}, got {self.leaf!r}; tensor-core leaves ('mma') have no "
-                "kernel in this version"
+                f"TreePlan.leaf: expected one of {LEAF_KINDS}, got {self.leaf!r}; tensor-core leaves name the "
+                "architecture that they are promised for"
             )
+        if self.leaf != "fma" and self.acc_dtype != "float32":
+            raise PlanError(f"TreePlan.leaf: {self.leaf!r} accumulates in float32, got acc_dtype={self.acc_dtype!r}")
 
     def key(self) -> str:
         """The canonical text of the plan; `TreePlan.from_key` reads it back."""

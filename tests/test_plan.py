@@ -123,12 +123,13 @@ def test_verify_fingerprint_covers_every_field():
         "acc_dtype": replace(plan, acc_dtype="float64"),
         "wire_dtype": replace(plan, wire_dtype="bfloat16"),
         "grad_wire_dtype": replace(plan, grad_wire_dtype="bfloat16"),
+        "leaf": replace(plan, leaf="mma:sm_90"),
     }
-    assert {f.name for f in fields(plan)} == {*others, "leaf"}, "leaf has one kind so far"
+    assert {f.name for f in fields(plan)} == set(others)
     prints = [plan.fingerprint(), *(p.fingerprint() for p in others.values())]
     assert len(set(prints)) == len(prints)
     key = json.loads(plan.key())
-    assert set(key) == {"order_version", "leaf", *others}
+    assert set(key) == {"order_version", *others}
     for p in (plan, *others.values()):
         assert TreePlan.from_key(p.key()) == p
     assert TreePlan(wire_dtype="float32") == plan, "one spelling of the default"
@@ -150,7 +151,8 @@ def test_verify_fingerprint_is_pinned():
         ({"wire_dtype": "float16"}, "wire_dtype: expected one of"),
         ({"acc_dtype": "float64", "wire_dtype": "bfloat16"}, "wire_dtype: expected one of"),
         ({"grad_wire_dtype": "int8"}, "grad_wire_dtype: expected one of"),
-        ({"leaf": "mma"}, "tensor-core leaves .* have no kernel"),
+        ({"leaf": "mma"}, "tensor-core leaves name the architecture"),
+        ({"leaf": "mma:sm_90", "acc_dtype": "float64"}, "accumulates in float32"),
         ({"leaf": "dot"}, "leaf: expected one of"),
     ],
 )

@@ -4,8 +4,9 @@
     dW = root over samples of the root over blocks of 512 tokens of dY^T x          dbias: the same with x = 1
 
 Suffixes: M rows (tokens), K input features, N output features, C nodes of a cover. `lead` = the axes of x before K.
-Specification: ORDER.md, A1-A7, L1-L4, S1, S2. The operators live in torch.ops.tbik; they take the plan as its key, are
-functional, and know the CPU and (shapes only) the meta device. They have no autocast rule: autocast changes nothing.
+Specification: ORDER.md, A1-A7, A13, L1-L4, S1, S2. The operators live in torch.ops.tbik; they take the plan as its key,
+are functional, and know the CPU, CUDA (tbik.kernels; not yet measured on a GPU) and, shapes only, the meta device.
+They have no autocast rule: autocast changes nothing.
 
 Bits: deterministic, batch-invariant and layout-invariant (tests/test_linear.py); `torch.compile` keeps them
 (tests/test_linear.py::test_verify_compiled_equals_eager). What Inductor makes of the code around an operator is its
@@ -14,6 +15,7 @@ own: in bf16 it keeps fp32 between fused operations unless torch._inductor.confi
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import weakref
@@ -32,6 +34,7 @@ from tbik.plan import TreePlan
 TOKENS_PER_BLOCK = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cpu", "meta")
+LINEAR_DEVICES = ("cpu", "meta", "cuda")
 
 Parallel = Literal["row", "column"]
 
@@ -166,7 +169,7 @@ def linear_dx(
     _require_flag(where, "parallel", parallel)
     for g, (dy, w) in enumerate(zip(grad_outputs, weights, strict=True)):
         _require_operand(where, f"grad_outputs[{g}]", dy, grad_outputs[0], plan)
-        _require_dense(where, f"weights[{g}]", w)
+        _require_dense(where, f"weights[{g}]", w, LINEAR_DEVICES)
         _require_same_device(where, "grad_outputs[0]", grad_outputs[0], f"weights[{g}]", w)
         _require_weight_dtype(where, f"weights[{g}]", w.dtype, compute_dtype)
         lead = grad_outputs[0].shape[:-1]
@@ -276,9 +279,10 @@ def pack_weight(
     """
     where = "ops.pack_weight"
     _plan_key(where, plan)
-    _require_dense(where, "w", w)
+    _require_dense(where, "w", w, LINEAR_DEVICES)
     if w.device.type != "cpu":
         raise PlanError(f"{where}: expected a CPU tensor, got {w.device}")
+    _require_leaf(where, plan, w)
     if w.dim() != 2:
         raise PlanError(f"{where}: expected w [N, K], got {_shape(w)}")
     compute = w.dtype if compute_dtype is None else compute_dtype
@@ -346,12 +350,16 @@ def _is_plain(t: Tensor) -> bool:
 _LIBRARY = torch.library.Library("tbik", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Defines torch.ops.tbik.<name> with the decorated function as its CPU kernel; gives the operator."""
+def _operator(name: str, schema: str, *, cuda: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Defines torch.ops.tbik.<name> with the decorated function as its CPU kernel; gives the operator.
+
+    cuda: the function looks at the device of its tensors and serves CUDA too.
+    """
 
     def define(kernel: Callable[..., Any]) -> Any:
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA") if cuda else ("CPU",):
+            _LIBRARY.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         return getattr(torch.ops.tbik, name).default
 
     return define
@@ -367,6 +375,7 @@ def _fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     "linear",
     "(Tensor x, Tensor w, Tensor? bias, str plan, ScalarType compute, ScalarType out_dtype, "
     "SymInt[]? sample_offsets, bool narrow_y, bool narrow_dx) -> Tensor",
+    cuda=True,
 )
 def _linear(
     x: Tensor,
@@ -387,6 +396,7 @@ def _linear(
         _run_schedule(0, p.leaves, p.leaves, True, _rounds(p, narrow_y)),
         compute,
         out_dtype,
+        leaf=p.leaf,
         bias=bias,
     )
     return _shaped(y_MN, *x.shape[:-1], w.shape[0])
@@ -432,6 +442,7 @@ torch.library.register_autograd(_linear, _linear_backward, setup_context=_linear
     # a list of optional tensors is not differentiable, hence the flags
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str plan, ScalarType compute, "
     "SymInt[]? sample_offsets, bool narrow_dx) -> Tensor[]",
+    cuda=True,
 )
 def _linear_group(
     x: Tensor,
@@ -518,13 +529,14 @@ def _linear_packed_fake(
 @_operator(
     "linear_cover",
     "(Tensor x, Tensor w, str plan, ScalarType compute, int length, int lo, int hi, bool narrow) -> Tensor",
+    cuda=True,
 )
 def _linear_cover(
     x: Tensor, w: Tensor, plan: str, compute: torch.dtype, length: int, lo: int, hi: int, narrow: bool
 ) -> Tensor:
     p, run = TreePlan.from_key(plan), CoverRun(length, lo, hi)
     schedule = _run_schedule(lo, hi, p.leaves, False, _rounds(p, narrow))
-    out = _contract([_rows(x)], [w], [_local_cuts(p, run)], schedule, compute, acc_dtype(p))
+    out = _contract([_rows(x)], [w], [_local_cuts(p, run)], schedule, compute, acc_dtype(p), leaf=p.leaf)
     return _shaped(out, _num_nodes(run), *x.shape[:-1], w.shape[0])
 
 
@@ -541,6 +553,7 @@ def _linear_cover_fake(
     "linear_dx",
     "(Tensor[] grad_outputs, Tensor[] weights, str plan, ScalarType compute, ScalarType out_dtype, bool narrow) "
     "-> Tensor",
+    cuda=True,
 )
 def _linear_dx(
     grad_outputs: list[Tensor],
@@ -558,6 +571,7 @@ def _linear_dx(
         _run_schedule(0, p.leaves, p.leaves, True, _rounds(p, narrow)),
         compute,
         out_dtype,
+        leaf=p.leaf,
         b_k_major=True,
     )
     return _shaped(dx_MK, *grad_outputs[0].shape[:-1], weights[0].shape[1])
@@ -581,6 +595,7 @@ def _linear_dx_fake(
     "linear_dx_cover",
     "(Tensor[] grad_outputs, Tensor[] weights, str plan, ScalarType compute, int[] lengths, int lo, int hi, "
     "bool narrow) -> Tensor",
+    cuda=True,
 )
 def _linear_dx_cover(
     grad_outputs: list[Tensor],
@@ -601,6 +616,7 @@ def _linear_dx_cover(
         _run_schedule(lo, hi, p.leaves, False, _rounds(p, narrow)),
         compute,
         acc_dtype(p),
+        leaf=p.leaf,
         b_k_major=True,
     )
     return _shaped(out, _num_nodes(runs[0]), *grad_outputs[0].shape[:-1], weights[0].shape[1])
@@ -625,6 +641,7 @@ def _linear_dx_cover_fake(
 @_operator(
     "linear_dw",
     "(Tensor dy, Tensor x, SymInt[]? sample_offsets, str plan, ScalarType compute) -> Tensor",
+    cuda=True,
 )
 def _linear_dw(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: str, compute: torch.dtype) -> Tensor:
     p = TreePlan.from_key(plan)
@@ -632,7 +649,8 @@ def _linear_dw(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, plan: st
     if not num_blocks:  # a batch without samples
         return dy.new_zeros((dy.shape[-1], x.shape[-1]), dtype=acc_dtype(p))
     schedule = _sample_schedule(num_blocks, p.grad_wire_dtype == "bfloat16")
-    return _contract([_rows(dy)], [_rows(x)], [cuts], schedule, compute, acc_dtype(p), a_k_major=True, b_k_major=True)
+    options: dict[str, Any] = {"leaf": p.leaf, "a_k_major": True, "b_k_major": True}
+    return _contract([_rows(dy)], [_rows(x)], [cuts], schedule, compute, acc_dtype(p), **options)
 
 
 @_fake(_linear_dw)
@@ -644,12 +662,14 @@ def _linear_dw_fake(dy: Tensor, x: Tensor, sample_offsets: list[int] | None, pla
 @_operator(
     "bias_grad",
     "(Tensor dy, SymInt[]? sample_offsets, str plan) -> Tensor",
+    cuda=True,
 )
 def _bias_grad(dy: Tensor, sample_offsets: list[int] | None, plan: str) -> Tensor:
     # the chain is acc_dtype's, whatever dtype dY leaves the forward in
     compute = torch.float64 if acc_dtype(TreePlan.from_key(plan)) == torch.float64 else dy.dtype
     ones = dy.new_ones((*dy.shape[:-1], 1))
-    db: Tensor = _linear_dw(dy, ones, sample_offsets, plan, compute)
+    plain = dataclasses.replace(TreePlan.from_key(plan), leaf="fma").key()  # one column is nothing for tensor cores
+    db: Tensor = _linear_dw(dy, ones, sample_offsets, plain, compute)
     return _shaped(db, db.shape[0])
 
 
@@ -684,6 +704,7 @@ def _contract(
     compute: torch.dtype,
     out_dtype: torch.dtype,
     *,
+    leaf: str = "fma",
     bias: Tensor | None = None,
     a_k_major: bool = False,
     b_k_major: bool = False,
@@ -693,12 +714,42 @@ def _contract(
 
     b: activations in `compute`, or weights, which are rounded to `compute`; or a pack. Operands that differ from
     `compute` (an fp32 dY of an lm_head) are not rounded: the chain then takes all of them converted exactly to acc.
+    leaf: of bf16 and fp16 chains; those of fp32 and fp64 are always "fma" (A13).
     """
     acc = torch.float64 if compute == torch.float64 else torch.float32
     chain = compute if all(t.dtype == compute for t in a) else acc
     if isinstance(b, list) and chain != compute:
         b = [t.to(compute) for t in b]  # the kernel widens exactly, and rounds an fp32 master weight to `compute`
+    if _is_cuda(a[0]):
+        assert isinstance(b, list), "packs are made of CPU tensors"
+        return _cuda_matmul().contract(
+            [t.to(chain) for t in a],
+            [t.to(chain) for t in b],
+            cuts,
+            schedule,
+            leaf=leaf if chain in DTYPES[:2] else "fma",
+            bias=None if bias is None else bias.contiguous(),
+            out_dtype=out_dtype,
+            a_k_major=a_k_major,
+            b_k_major=b_k_major,
+        )
     return _C.gemm(a, a_k_major, b, b_k_major, cuts, schedule, _name(chain), bias, out_dtype=out_dtype)
+
+
+def _is_cuda(t: Tensor) -> bool:
+    return t.device.type == "cuda"
+
+
+def _cuda_matmul() -> Any:
+    try:
+        from tbik.kernels import matmul
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise PlanError(
+            "tbik::linear: CUDA tensors need triton, which is not here: pip install 'tbik[cuda]'"
+        ) from error
+    return matmul
 
 
 def _shaped(out: Tensor, *shape: int) -> Tensor:
@@ -858,6 +909,8 @@ def _require_pack(
             f"{where}: a packed (frozen) weight has no backward, and x, the weight or the bias requires grad; use "
             "torch.no_grad() to infer, or the weight itself (tbik.unfreeze(module)) to train"
         )
+    if x.device.type not in DEVICES:
+        raise PlanError(f"{where}: a packed weight multiplies CPU tensors, x is on {x.device}; use the weight itself")
     given = (plan, run, compute, _rounds(plan, row))
     made = (w.plan, w.run, w.compute_dtype, w.rounds)
     if given != made:
@@ -871,7 +924,7 @@ def _require_pack(
         )
 
 
-def _require_dense(where: str, name: str, t: Tensor) -> None:
+def _require_dense(where: str, name: str, t: Tensor, devices: tuple[str, ...] = DEVICES) -> None:
     if not isinstance(t, Tensor):
         raise PlanError(f"{where}: {name} is a tensor, got {_kind(t)}")
     if not torch.compiler.is_compiling():
@@ -881,9 +934,23 @@ def _require_dense(where: str, name: str, t: Tensor) -> None:
     _require_dtype(where, name, t.dtype)
     if type(t) not in (Tensor, torch.nn.Parameter) and hasattr(t, "device_mesh"):
         raise PlanError(f"{where}: {name} is a plain tensor, got a DTensor; use {name}.to_local() or tbik.nn")
-    if t.device.type not in DEVICES:
+    if t.device.type not in devices:
         raise PlanError(
-            f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(DEVICES)}; use {name}.cpu()"
+            f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(devices)}; use {name}.cpu()"
+        )
+
+
+def _require_leaf(where: str, plan: TreePlan, t: Tensor) -> None:
+    """PlanError where a tensor-core leaf meets a device that does not have it."""
+    if plan.leaf == "fma" or t.device.type == "meta" or torch.compiler.is_compiling():
+        return
+    here = t.device.type
+    if here == "cuda":
+        here = "sm_{}{}".format(*torch.cuda.get_device_capability(t.device))
+    if plan.leaf != f"mma:{here}":
+        raise PlanError(
+            f"{where}: leaf {plan.leaf!r} has its bits on {plan.leaf.removeprefix('mma:')} only, the tensors are on "
+            f"{here}; TreePlan(leaf='fma') has one set of bits on all devices"
         )
 
 
@@ -914,7 +981,8 @@ def _require_compute(where: str, compute: torch.dtype, plan: TreePlan) -> None:
 def _require_dtypes(
     where: str, x: Tensor, plan: TreePlan, compute_dtype: torch.dtype | None, out_dtype: torch.dtype | None
 ) -> tuple[torch.dtype, torch.dtype]:
-    _require_dense(where, "x", x)
+    _require_dense(where, "x", x, LINEAR_DEVICES)
+    _require_leaf(where, plan, x)
     if x.dim() < 1:
         raise PlanError(f"{where}: expected x [..., K], got a scalar")
     compute = x.dtype if compute_dtype is None else compute_dtype
@@ -966,7 +1034,8 @@ def require_members(
 
 def _require_operand(where: str, name: str, t: Tensor, beside: Tensor, plan: TreePlan) -> None:
     """A dY: any dtype that converts exactly to acc_dtype."""
-    _require_dense(where, name, t)
+    _require_dense(where, name, t, LINEAR_DEVICES)
+    _require_leaf(where, plan, t)
     _require_same_device(where, "the first operand", beside, name, t)
     if t.dtype == torch.float64 and plan.acc_dtype != "float64":
         raise PlanError(
@@ -986,7 +1055,7 @@ def _require_one_device(*tensors: Tensor | None) -> None:
 
 
 def _require_weight(where: str, name: str, w: Tensor, x: Tensor, compute: torch.dtype) -> None:
-    _require_dense(where, name, w)
+    _require_dense(where, name, w, LINEAR_DEVICES)
     if w.dim() != 2:
         raise PlanError(f"{where}: expected {name} [N, K], got shape {_shape(w)}; a vector is w[None]")
     if w.shape[1] != x.shape[-1]:
@@ -1006,7 +1075,7 @@ def _require_weight_dtype(where: str, name: str, stored: torch.dtype, compute: t
 
 def require_bias(where: str, bias: Tensor, n: int, plan: TreePlan) -> None:
     """PlanError unless bias is [n] and converts exactly to acc_dtype."""
-    _require_dense(where, "bias", bias)
+    _require_dense(where, "bias", bias, LINEAR_DEVICES)
     if bias.dim() != 1 or bias.shape[0] != n:
         raise PlanError(f"{where}: expected bias [{n}], got shape {_shape(bias)}")
     if bias.dtype == torch.float64 and plan.acc_dtype != "float64":

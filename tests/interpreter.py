@@ -1,0 +1,47 @@
+"""Triton kernels without a GPU: where and how the tests of tbik.kernels run them.
+
+With a CUDA device the kernels run there. Without one, TRITON_INTERPRET=1 (set in conftest.py, before anything imports
+triton) executes them in numpy on the CPU. Its arithmetic is IEEE but for the fused multiply-add, which it rounds twice:
+`exact_fma` puts the correctly rounded one in its place. Its dot is numpy's, in no fixed order: bits are compared where
+a leaf is exact, or where the leaf is the fma chain.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from tbik import reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+needs_triton = pytest.mark.skipif(
+    not HAS_TRITON, reason='needs triton, which runs its kernels on the CPU here: pip install "tbik[cuda]"'
+)
+
+
+def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """RN(a*b + c) in the dtype of c, gradual underflow."""
+    x, y, z = (torch.from_numpy(np.array(np.broadcast_to(v, c.shape))) for v in (a, b, c))
+    if z.dtype == torch.float64:
+        return reference.fma64(x, y, z).numpy()
+    exact = reference._sum_to_odd(x.double() * y.double(), z.double())
+    return exact.to(torch.float32).numpy()
+
+
+@pytest.fixture
+def exact_fma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fma in the interpreter with one rounding, as on the device."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    def create_fma(self: object, x: interpreter.TensorHandle, y: object, z: object) -> object:
+        with np.errstate(all="ignore"):
+            return interpreter.TensorHandle(rounded_once(x.data, y.data, z.data), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
