@@ -325,6 +325,7 @@ py::list nodes_of(const std::vector<tbik::Node>& nodes) {
 namespace tbik::bindings {
 void bind_rows(pybind11::module_& m);         // bindings_rows.cpp
 void bind_fingerprint(pybind11::module_& m);  // bindings_fingerprint.cpp
+void bind_square_sum(pybind11::module_& m);   // bindings_square_sum.cpp
 void bind_attention(pybind11::module_& m);    // bindings_attention.cpp
 void bind_vocab(pybind11::module_& m);        // bindings_vocab.cpp
 void bind_experts(pybind11::module_& m);      // bindings_experts.cpp
@@ -371,6 +372,7 @@ PYBIND11_MODULE(_C, m) {
 
   tbik::bindings::bind_rows(m);
   tbik::bindings::bind_fingerprint(m);
+  tbik::bindings::bind_square_sum(m);
   tbik::bindings::bind_attention(m);
   tbik::bindings::bind_vocab(m);
   tbik::bindings::bind_experts(m);

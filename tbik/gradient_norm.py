@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tbik import _C
 from tbik.collectives import all_gather_bytes
 from tbik.errors import PlanError
 
@@ -24,7 +25,6 @@ UNIT_EXPONENT = -298
 """Sums are integers of 2^-298: the square of the smallest fp32 number."""
 
 _BYTES = 96  # 2^63 squares below 2^256, in units of 2^-298, take 617 bits
-_CHUNK = 1 << 20  # elements; the halves of their squares sum to less than 2^53
 _NAN, _INFINITE = 1, 2
 
 
@@ -38,9 +38,8 @@ def square_sum(gradients: Iterable[Tensor], groups: Sequence[dist.ProcessGroup |
     for gradient in gradients:
         if gradient.dtype != torch.float32:
             raise PlanError(f"gradient_norm: expected fp32 gradients, got {gradient.dtype}")
-        for chunk in torch.split(gradient.detach().reshape(-1), _CHUNK):
-            part, part_flags = _exact_squares(chunk)
-            total, flags = total + part, flags | part_flags
+        part, part_flags = _exact_squares(gradient.detach())
+        total, flags = total + part, flags | part_flags
     for group in groups:
         message = torch.frombuffer(bytearray(total.to_bytes(_BYTES, "little") + bytes([flags])), dtype=torch.uint8)
         total, flags = 0, 0
@@ -66,18 +65,11 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def _exact_squares(x: Tensor) -> tuple[int, int]:
-    """(sum of x^2 in units of 2^-298, flags) of at most _CHUNK elements."""
-    bits = x.contiguous().view(torch.int32)
-    exponents = (bits >> 23) & 0xFF
-    special = exponents == 255
-    if bool(special.any()):
-        return 0, _NAN if bool((bits[special] & 0x7FFFFF).any()) else _INFINITE
-    fractions = (bits & 0x7FFFFF) | ((exponents > 0).to(torch.int32) << 23)
-    scales = exponents.clamp_min_(1)
-    squares = fractions.to(torch.int64).square_()
-    total = 0
-    for half, shift in ((squares & 0xFFFFFF, 0), (squares >> 24, 24)):
-        sums = torch.bincount(scales, weights=half.to(torch.float64), minlength=255)
-        for scale in sums.nonzero()[:, 0].tolist():
-            total += int(sums[scale]) << (2 * (scale - 1) + shift)
-    return total, 0
+    """(sum of x^2 in units of 2^-298, flags)."""
+    low, high, has_nan, has_infinite = _C.square_sum(x.contiguous())
+    total = sum(
+        (low_half | high_half << 64) << 2 * (exponent - 1)
+        for exponent, (low_half, high_half) in enumerate(zip(low, high))
+        if low_half or high_half
+    )
+    return total, _NAN * has_nan | _INFINITE * has_infinite

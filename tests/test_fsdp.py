@@ -85,6 +85,8 @@ class Run(NamedTuple):
     weights: Named
     most_buffers: int
     buffer_limit: int
+    stored: int  # the most elements of covers after a micro-step
+    own: int  # elements of this rank's shards, each use of a parameter counted
 
 
 @functools.lru_cache(maxsize=2)
@@ -172,6 +174,7 @@ def train(layout: Layout, steps: int, max_norm: float = 1.0) -> Run:
     optimizer = torch.optim.AdamW(tree.model.parameters(), lr=0.02)
     gradients: Named = {}
     norms, losses, digests = [], [], []
+    stored = 0
     for step in range(steps):
         for _ in range(BATCH // (layout.world // layout.tp) // layout.m):
             with tree.micro_step() as micro:
@@ -179,6 +182,8 @@ def train(layout: Layout, steps: int, max_norm: float = 1.0) -> Run:
                 loss = tree.model(**batch_of(step, micro.samples).packed(), dropout=key).loss
                 micro.report(loss)
                 micro.backward(loss, upstream(TOTAL_TOKENS))
+            covers = tree._covers._covers.values()
+            stored = max(stored, sum(v.numel() for cover in covers for v in cover.values() if v is not None))
         tree.finish()
         if step == 0:
             gradients = whole_state(tree, gradient=True)
@@ -188,7 +193,15 @@ def train(layout: Layout, steps: int, max_norm: float = 1.0) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         digests.append(tbik.fingerprint(whole_state(tree)))
-    return Run(gradients, norms, losses, digests, whole_state(tree), tree.most_buffers, tree.buffer_limit)
+    buffers = (tree.most_buffers, tree.buffer_limit, stored, own_elements(tree))
+    return Run(gradients, norms, losses, digests, whole_state(tree), *buffers)
+
+
+def own_elements(tree: fsdp.DataParallel) -> int:
+    uses = {name: 1 + (name == "model.embed_tokens.weight") for name in tree._names}
+    if tree._unsharded:
+        return sum(n * math.prod(tree._shards[i].shape) for i, n in enumerate(uses.values()))
+    return sum(n * tree._shards[i].width for i, n in enumerate(uses.values()))
 
 
 def train_on_rank(group: dist.ProcessGroup, layout: Layout, steps: int) -> Run:
@@ -204,6 +217,7 @@ def require_same(found: Run, expected: Run, what: str) -> None:
         assert_bitwise_equal(found.weights[name], value, f"{what}: {name}")
     assert found.digests == expected.digests, what
     assert found.most_buffers <= found.buffer_limit, what
+    assert found.stored <= found.buffer_limit * found.own, what
 
 
 STEPS = 2
@@ -404,7 +418,13 @@ def test_verify_norm_is_the_exact_sum(expected: Run) -> None:
         cases = {"wide": wide, "tiny": tiny, "zeros": torch.tensor([0.0, -0.0]), "none": torch.empty(0)}
         assert gradient_norm.norm(cases.values()).hex() == exact_norm(cases).hex()
         assert gradient_norm.norm([tiny]).hex() == exact_norm({"tiny": tiny}).hex()
-    assert gradient_norm.norm([torch.full(((1 << 20) + 7,), 3.0)]) == 3.0 * math.sqrt((1 << 20) + 7)
+    long = wide_exponents((300_001,), torch.float32, 9, 20)  # several blocks of the kernel
+    assert gradient_norm.norm([long]).hex() == exact_norm({"long": long}).hex()
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        assert gradient_norm.norm([torch.full(((1 << 22) + 7,), 3.0)]) == 3.0 * math.sqrt((1 << 22) + 7)
+        torch.set_num_threads(before)
     large = torch.full((4,), torch.finfo(torch.float32).max)
     assert gradient_norm.norm([large]) == 2.0 * torch.finfo(torch.float32).max
     assert gradient_norm.norm([torch.tensor([1.0, math.inf])]) == math.inf
@@ -508,6 +528,36 @@ def test_verify_dropout(pools: Pools, expected: Run) -> None:
     with pytest.raises(PlanError, match="with dropout needs dropout=ops.DropoutKey"):
         tree.model(**batch_of(0, range(1)).packed())
     tree.model.eval()(**batch_of(0, range(1)).packed())  # nothing to drop
+
+
+def order_of_events(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """What arrives and what is exchanged in a backward, in time."""
+    tree = start(Layout("fsdp2", group.size(), 4), 8)
+    events = []
+    arrive, fold = tree.arrive, tree.fold  # type: ignore[attr-defined]
+
+    def record_arrival(parameter: Tensor, use_index: int, grad: Tensor) -> Tensor | None:
+        events.append(("arrives", tree._names[tree._positions[id(parameter)]]))
+        return arrive(parameter, use_index, grad)
+
+    def record_exchange(name: str, rows: Tensor) -> Any:
+        events.append(("is exchanged", name))
+        return fold(name, rows)
+
+    tree.arrive, tree.fold = record_arrival, record_exchange  # type: ignore[method-assign,attr-defined]
+    with tree.micro_step() as micro:
+        micro.backward(tree.model(**batch_of(0, micro.samples).packed()).loss, upstream(TOTAL_TOKENS))
+    return events
+
+
+@pytest.mark.multiprocess
+def test_verify_exchange_overlaps_backward(pools: Pools) -> None:
+    """The last layer's gradients are exchanged before the first layer's arrive, and each rank stores its part only."""
+    for events in pools.run(order_of_events, 2):
+        exchanged = events.index(("is exchanged", "model.layers.1"))
+        first_layer = [i for i, (what, name) in enumerate(events) if what == "arrives" and "layers.0" in name]
+        assert first_layer and exchanged < min(first_layer)
+        assert events[-1] == ("is exchanged", "")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
