@@ -79,7 +79,7 @@ def apply(
     units: modules that are sharded and gathered as one; by default the layers of a parallelized model, its embedding
         and head if they are not tied, and the rest.
     mp_policy: of fully_shard; param_dtype None or bfloat16 (eager only; parameters are then gathered in bfloat16,
-        norm weights too, which changes bits, but not over layouts), reduce_dtype None or float32.
+        norm weights too, which changes bits, but not over layouts), reduce_dtype None or float32. Inputs are not cast.
     Errors: PlanError; IntegrityError where the ranks' weights differ. Layout-invariant.
     """
     where = "fsdp.apply"

@@ -24,6 +24,7 @@ from cases import wide_exponents
 from spawn import Pool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 pytest.importorskip("transformers")
 
@@ -64,6 +65,7 @@ class Layout(NamedTuple):
     narrow: bool = False
     checkpointing: bool = False
     dropout: float = 0.0
+    bfloat16_parameters: bool = False  # gathered in bf16: fully_shard's MixedPrecisionPolicy
 
     def __str__(self) -> str:
         others = [
@@ -158,6 +160,7 @@ def start(layout: Layout, samples_per_step: int = BATCH) -> fsdp.DataParallel:
     if layout.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     data = layout.world // layout.tp
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if layout.bfloat16_parameters else None
     return fsdp.apply(
         model,
         mesh,
@@ -166,6 +169,7 @@ def start(layout: Layout, samples_per_step: int = BATCH) -> fsdp.DataParallel:
         micro_steps=samples_per_step // data // layout.m,
         strategy=layout.strategy,  # type: ignore[arg-type]
         accumulation=layout.accumulation,  # type: ignore[arg-type]
+        mp_policy=policy,
     )
 
 
@@ -530,6 +534,17 @@ def test_verify_dropout(pools: Pools, expected: Run) -> None:
     tree.model.eval()(**batch_of(0, range(1)).packed())  # nothing to drop
 
 
+@pytest.mark.multiprocess
+def test_verify_parameters_gathered_in_bfloat16(pools: Pools, expected: Run) -> None:
+    """MixedPrecisionPolicy(param_dtype=bfloat16): fp32 gradients of bf16 parameters, one run on 1, 2 and 3 ranks."""
+    layouts = [Layout("fsdp2", world, m, bfloat16_parameters=True) for world, m in ((1, 1), (1, 8), (2, 4), (3, 2))]
+    runs = [pools.run(train_on_rank, layout.world, layout, STEPS)[0] for layout in layouts]
+    for layout, found in zip(layouts[1:], runs[1:]):
+        require_same(found, runs[0], str(layout))
+    name = "model.layers.1.mlp.up_proj.weight"  # the norms' weights are rounded, so this is another run
+    assert_bits_differ(runs[0].gradients[name], expected.gradients[name], "param_dtype")
+
+
 def order_of_events(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     """What arrives and what is exchanged in a backward, in time."""
     tree = start(Layout("fsdp2", group.size(), 4), 8)
@@ -595,7 +610,7 @@ def test_verify_refusals_at_construction() -> None:
 
 def refusals_on_rank(group: dist.ProcessGroup) -> dict[str, str]:
     """What -> the message, or "" if nothing was refused."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     mesh = init_device_mesh("cpu", (group.size(),))

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tbik.errors import PlanError
 from tbik.fsdp import Settings
 from tbik.gradient_covers import fan_in
+from tbik.gradients import UseKey
 from tbik_fsdp.data_ranks import default_units, refuse, require_same_weights, require_units, shard_mesh_of
 from tbik_fsdp.hooked import HookedTree, calling
 from tbik_fsdp.reduce_scatter import CoverReduceScatter
@@ -73,7 +74,8 @@ class FullyShardedTree(HookedTree):
             self._undo.callback(module.register_forward_pre_hook(_Finder(self, places)).remove)
             module.set_force_sum_reduction_for_comms(True)  # torch 2.13 divides twice on one rank, so never by FSDP2
             module.set_gradient_divide_factor(1.0)
-            module.set_reduce_scatter_unused_params(self._reduces, recurse=False)
+            # zeros keep the flat layout the same; FSDP2 makes them in param_dtype, which fits float32 only
+            module.set_reduce_scatter_unused_params(self._reduces and not self._eager_only, recurse=False)
             if self._reduces and self._ranks.group is not None:
                 fold = calling(self, HookedTree.fold_flat)
                 module.set_custom_reduce_scatter(CoverReduceScatter(name, self._ranks.group, fold))
@@ -89,20 +91,28 @@ class FullyShardedTree(HookedTree):
             _refuse_compiled(self.model)
         return super()._begin(num_samples)
 
+    def _keeps(self, key: UseKey) -> bool:
+        # a use of a bfloat16 parameter is an alias with a gradient in fp32, which FSDP2 does not see
+        return super()._keeps(key) or (self._eager_only and key.use >= 0)
+
     def _deliver(self, shards: bool) -> None:
         rank = self._ranks.shard
         for position, parameter in enumerate(self._parameters.values()):
             assert isinstance(parameter, DTensor)
             shard = self._shards[position]
             if self._reduces:
-                later_uses = [shard.rows(root, rank) for root in self._use_roots(position)]
-                if later_uses and parameter.grad is not None:
-                    grad: Any = parameter.grad
-                    first_use = grad.to_local()
-                    first_use.copy_(fan_in([first_use, *later_uses]))
-                continue
+                collected = [shard.rows(root, rank) for root in self._use_roots(position)]
+                grad: Any = parameter.grad
+                if grad is not None:
+                    if collected:
+                        first_use = grad.to_local()
+                        first_use.copy_(fan_in([first_use, *collected]))
+                    continue
+                local = fan_in(collected) if collected else shard.rows(self._root(position), rank)
+            else:
+                local = shard.rows(self._root(position), rank)
             parameter.grad = DTensor.from_local(
-                shard.rows(self._root(position), rank),
+                local,
                 parameter.device_mesh,
                 parameter.placements,
                 run_check=False,
@@ -163,4 +173,5 @@ def _policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
             "gradients are summed in float32, and TreePlan(grad_wire_dtype='bfloat16') narrows what travels"
         )
     param_dtype = None if policy.param_dtype == torch.float32 else policy.param_dtype
-    return MixedPrecisionPolicy(param_dtype, torch.float32, policy.output_dtype, policy.cast_forward_inputs)
+    # the operators cast by themselves, and tables of positions stay fp32
+    return MixedPrecisionPolicy(param_dtype, torch.float32, policy.output_dtype, cast_forward_inputs=False)
