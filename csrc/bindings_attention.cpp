@@ -2,6 +2,7 @@
 //
 // Every refusal is a ValueError that says what, where, expected and got. Guarantees: those of attention.h.
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -117,7 +119,7 @@ Call call_of(const char* where, const at::Tensor& q, const at::Tensor& k, const 
   p.scale = static_cast<float>(settings.scale);
   p.cap = static_cast<float>(settings.cap);
   p.causal = settings.causal;
-  p.window = settings.window;
+  p.window = std::min(settings.window, int64_t{1} << 62);  // sees all keys; position + window stays an int64
   p.head_offsets = settings.head_offsets;
   if (p.dim < 1 || p.dim > tbik::kMaxHeadDim) {
     refuse(name + "head_dim: expected 1 to " + std::to_string(tbik::kMaxHeadDim) + ", got " + std::to_string(p.dim));
@@ -174,7 +176,11 @@ Call call_of(const char* where, const at::Tensor& q, const at::Tensor& k, const 
       refuse(name + "block_table: expected one row for each of " + std::to_string(count) + " sequences, got shape " +
              shape_of(*block_table));
     }
-    call.pages = block_table->to(at::kInt).contiguous();
+    constexpr int64_t kMaxPage = std::numeric_limits<int32_t>::max();
+    // an int64 page that is no int32 must not turn into one that is there
+    call.pages = (block_table->scalar_type() == at::kLong ? block_table->clamp(-1, kMaxPage) : *block_table)
+                     .to(at::kInt)
+                     .contiguous();
     max_pages = call.pages.size(1);
   } else {
     require_offsets(extent, k.size(0), name + "cu_k");
@@ -194,7 +200,7 @@ Call call_of(const char* where, const at::Tensor& q, const at::Tensor& k, const 
              " keys; causal queries are the last positions of their sequence");
     }
     if (paged) {
-      const int64_t needed = (s.k_length + p.k.page_size - 1) / p.k.page_size;
+      const int64_t needed = s.k_length / p.k.page_size + (s.k_length % p.k.page_size != 0 ? 1 : 0);
       if (needed > max_pages) {
         refuse(at + std::to_string(s.k_length) + " keys need " + std::to_string(needed) + " pages of " +
                std::to_string(p.k.page_size) + ", the block table has " + std::to_string(max_pages));
@@ -202,7 +208,8 @@ Call call_of(const char* where, const at::Tensor& q, const at::Tensor& k, const 
       s.pages = call.pages.const_data_ptr<int32_t>() + b * max_pages;
       for (int64_t page = 0; s.q_length > 0 && page < needed; ++page) {
         if (s.pages[page] < 0 || s.pages[page] >= k.size(0)) {
-          refuse(at + "block_table names page " + std::to_string(s.pages[page]) + " of " + std::to_string(k.size(0)));
+          const int64_t named = (*block_table)[b][page].item<int64_t>();
+          refuse(at + "block_table names page " + std::to_string(named) + " of " + std::to_string(k.size(0)));
         }
       }
     }
@@ -299,6 +306,15 @@ Tensors attention_backward(const at::Tensor& grad_out, const at::Tensor& q, cons
   return result;
 }
 
+// Whether a write to `written` may change `other`, or another element of itself where they are one tensor.
+bool share_memory(const at::Tensor& written, const at::Tensor& other) {
+  if (written.is_same(other)) return at::has_internal_overlap(written) == at::MemOverlap::Yes;
+  const at::MemOverlapStatus status = at::get_overlap_status(written, other);
+  const bool starts_alike = written.numel() > 0 && written.const_data_ptr() == other.const_data_ptr();
+  return status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial ||
+         (starts_alike && other.numel() > 0);
+}
+
 // cache[slot / page][slot % page] = x[t], slot = slots[t]; a negative slot stores nothing. Bytes move, nothing is
 // added.
 void store_kv(const at::Tensor& k, const at::Tensor& v, at::Tensor& key_cache, at::Tensor& value_cache,
@@ -348,6 +364,17 @@ void store_kv(const at::Tensor& k, const at::Tensor& v, at::Tensor& key_cache, a
   };
   if (!key_cache.sizes().equals(value_cache.sizes())) {
     refuse(name + "the caches differ in shape: " + shape_of(key_cache) + " and " + shape_of(value_cache));
+  }
+  for (const at::Tensor* cache : {&key_cache, &value_cache}) {
+    if (share_memory(*cache, *cache)) {
+      refuse(name + "a cache has several elements in one place (an expanded view?); pass cache.contiguous()");
+    }
+    if (share_memory(*cache, k) || share_memory(*cache, v)) {
+      refuse(name + "k or v lies in a cache that is written; pass k.clone(), v.clone()");
+    }
+  }
+  if (key_cache.is_same(value_cache) || share_memory(key_cache, value_cache)) {
+    refuse(name + "key_cache and value_cache share memory; the values would overwrite the keys");
   }
   store(k, key_cache, name + "k");
   store(v, value_cache, name + "v");

@@ -572,8 +572,8 @@ at::Tensor dropout(const at::Tensor& x, double p, uint64_t seed, uint64_t step, 
   require_offsets(offsets, held.rows, "dropout");
   constexpr int64_t kLimit = int64_t{1} << 32;
   const int64_t samples = static_cast<int64_t>(offsets.size()) - 1;
-  if (first_sample < 0 || first_position < 0 || first_feature < 0 || first_sample + samples > kLimit ||
-      first_position + held.rows > kLimit || (first_feature + length) / 4 >= kLimit) {
+  if (first_sample < 0 || first_position < 0 || first_feature < 0 || first_sample > kLimit - samples ||
+      first_position > kLimit - held.rows || first_feature > 4 * kLimit - length) {
     refuse("dropout: samples, positions and groups of four features are numbered below 2^32");
   }
   std::vector<uint32_t> sample(static_cast<size_t>(held.rows));

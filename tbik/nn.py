@@ -633,6 +633,8 @@ def _differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[.
     @wraps(backward)
     def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
+        # no dispatcher stands before our kernels here that would resolve a lazy sign
+        grad_outputs = tuple(g if g is None else g.resolve_neg() for g in grad_outputs)
         with torch.no_grad():
             gradients = backward(ctx, saved, *grad_outputs)
         sources = [t for t in (*grad_outputs, *saved) if t is not None and t.requires_grad]

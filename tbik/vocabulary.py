@@ -41,10 +41,11 @@ from tbik.ops.cross_entropy import (
     losses_of,
     pick,
     require_ids,
+    require_ignored,
     require_range,
     token_sum,
 )
-from tbik.ops.linear import CoverRun, require_samples
+from tbik.ops.linear import CoverRun, _require_same_device, require_samples
 from tbik.ops.logprobs import NO_INDEX, TopLogprobs, merge_top_k, require_k, top_k_of
 from tbik.ops.softmax import (
     exp_sum_cover,
@@ -202,6 +203,8 @@ class VocabParallel:
     def _require(self, name: str, logits: Tensor) -> None:
         where = f"VocabParallel.{name}"
         require_rows(where, logits, self.sharding.plan.leaves, "logits")
+        if logits.device.type != "cpu":
+            raise PlanError(f"{where}: logits is on {logits.device}, kernels exist for cpu; use logits.cpu()")
         first, end = self.columns
         if logits.shape[-1] != end - first:
             raise PlanError(
@@ -213,10 +216,11 @@ class VocabParallel:
         self._require(name, logits)
         where = f"VocabParallel.{name}"
         require_ids(where, what, ids)
+        _require_same_device(where, "logits", logits, what, ids)
         if ids.shape != logits.shape[:-1]:
             raise PlanError(f"{where}: expected {what} {list(logits.shape[:-1])}, got {list(ids.shape)}")
-        if ignore_index is not None and not _is_int(ignore_index):
-            raise PlanError(f"{where}: ignore_index is an integer, got {ignore_index!r}")
+        if ignore_index is not None:
+            require_ignored(where, ignore_index)
         require_range(where, what, ids, self.vocab, ignore_index)
 
 

@@ -701,6 +701,39 @@ def _bad_calls() -> dict[str, Callable[[], Any]]:
         "dropout without a name": lambda: ops.attention(q, k, v, dropout=DROP._replace(name="")),
         "dropout of sample -1": lambda: ops.attention(q, k, v, dropout=DROP._replace(first_sample=-1)),
         "dropout beyond the samples": lambda: ops.attention(q, k, v, dropout=DROP._replace(first_sample=2**32)),
+        "dropout of head 2^32": lambda: ops.attention(q, k, v, dropout=DROP._replace(first_head=2**63 - 1)),
+        "dropout of a name without UTF-8": lambda: ops.attention(q, k, v, dropout=DROP._replace(name="\ud800")),
+        "sharing of numbers": lambda: ops.attention(q, k, v, sharing=[5, 6]),  # type: ignore[list-item]
+        "sharing is a number": lambda: ops.attention(q, k, v, sharing=5),  # type: ignore[arg-type]
+        "sharing of floats": lambda: ops.attention(q, k, v, sharing=[HeadRun(2.0, 0.0, 2.0), HeadRun(2, 0, 2)]),  # type: ignore[arg-type]
+        "sharing of four numbers": lambda: ops.attention(q, k, v, sharing=[(2, 0, 2, 1), (2, 0, 2)]),  # type: ignore[list-item]
+        "plan is a dict": lambda: ops.attention(q, k, v, plan={"leaves": 6}),  # type: ignore[arg-type]
+        "plan of float64": lambda: ops.attention(q, k, v, plan=TreePlan(acc_dtype="float64")),
+        "cu_q on meta": lambda: ops.attention(q, k, v, cu(6).to("meta")),
+        "sinks on meta": lambda: ops.attention(q, k, v, sinks=torch.zeros(4, device="meta")),
+        "operator with cu_q on meta": lambda: torch.ops.tbik.attention(
+            q, k, v, cu(6).to("meta"), cu(6), None, [0, 2, 4], 1.0, 0.0, True, 0, False, False, 0.0, []
+        ),
+        "backward of other heads": lambda: torch.ops.tbik.attention_backward(
+            q,
+            q,
+            k,
+            v,
+            q,
+            q[..., 0].float(),
+            q[..., 0].float(),
+            q,
+            cu(6),
+            cu(6),
+            None,
+            [2**40, 0, 2**40],
+            1.0,
+            0.0,
+            True,
+            0,
+            0.0,
+            [],
+        ),
         "sinks": lambda: ops.attention(q, k, v, sinks=torch.zeros(3)),
         "sinks of integers": lambda: ops.attention(q, k, v, sinks=torch.zeros(4, dtype=torch.int64)),
         "cu_q of floats": lambda: ops.attention(q, k, v, torch.tensor([0.0, 6.0])),
@@ -726,6 +759,11 @@ def _bad_calls() -> dict[str, Callable[[], Any]]:
         "cache head_dim": page(key_cache=cache.keys[..., :4], value_cache=cache.values[..., :4]),
         "page outside": page(block_table=cache.table + 100),
         "page below zero": page(block_table=cache.table - 100),
+        "page beyond int32": page(block_table=cache.table.long() + 2**32),
+        "page below int32": page(block_table=cache.table.long() - 2**32),
+        "seq_lens of 2^63": page(seq_lens=torch.tensor([2**63 - 1])),
+        "seq_lens on meta": page(seq_lens=torch.tensor([6]).to("meta")),
+        "paged sinks with gradient": page(sinks=torch.zeros(4, requires_grad=True)),
         "table too narrow": page(block_table=cache.table[:, :1]),
         "table of another batch": page(block_table=cache.table.repeat(2, 1)),
         "seq_lens of another batch": page(seq_lens=torch.tensor([6, 6])),
@@ -734,14 +772,50 @@ def _bad_calls() -> dict[str, Callable[[], Any]]:
         "slot twice": store(k, v, cache.keys, cache.values, torch.zeros(6, dtype=torch.int64)),
         "slot outside": store(k, v, cache.keys, cache.values, slots + 1000),
         "slots of another length": store(k, v, cache.keys, cache.values, slots[:4]),
+        "store into an expanded cache": store(k, v, cache.keys[:1].expand_as(cache.keys), cache.values, slots),
+        "store of both into one cache": store(k, v, cache.keys, cache.keys, slots),
+        "store of both into views of one cache": store(k, v, cache.keys, cache.keys.view_as(cache.keys), slots),
+        "store of a slice of the cache": store(cache.keys.flatten(0, 1)[:6], v, cache.keys, cache.values, slots + 1),
         "store of another dtype": store(k, v, cache.keys.float(), cache.values.float(), slots),
     }
 
 
 @pytest.mark.parametrize("name", _bad_calls())
 def test_verify_bad_input_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=r"(ops|tbik)\.\w+:"):
+    with pytest.raises(PlanError, match=r"(ops|tbik)(\.\w+)?:"):
         _bad_calls()[name]()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_verify_windows_of_any_size(causal: bool) -> None:
+    """A window beyond every key is no window, up to integers that position + window would not hold."""
+    x = inputs(70, 70, 4, 2, 8, torch.float32)
+    everything = ops.attention(x.q, x.k, x.v, causal=causal)
+    for window in (70, 2**31, 2**62, 2**63 - 1, 2**63, 2**100):
+        assert_bitwise_equal(ops.attention(x.q, x.k, x.v, causal=causal, window=window), everything, f"{window}")
+
+
+def test_verify_pages_in_int64_and_garbage_beyond_the_sequence() -> None:
+    x = inputs(6, 6, 4, 2, 8, torch.float32)
+    cache = paged([x], 4)
+    table = torch.cat([cache.table.long()[:, :2], torch.tensor([[-1, 2**40, -(2**63)]])], dim=1)
+    lengths = torch.tensor([6])
+    got = ops.paged_attention(x.q, cache.keys, cache.values, table, lengths, cu(6))
+    assert_bitwise_equal(got, ops.attention(x.q, x.k, x.v))
+
+
+def test_verify_a_write_to_a_saved_cache_is_noticed() -> None:
+    """autograd sees store_kv, as it sees any write in place: no gradient from keys that have changed."""
+    x = inputs(6, 6, 4, 2, 8, torch.float32)
+    cache = paged([x], 4)
+    factor = torch.ones((), requires_grad=True)
+    product = factor * cache.keys
+    ops.store_kv(x.k, x.v, cache.keys, cache.values, torch.arange(6))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        copy = cache.keys.clone()
+        ops.store_kv(x.k, x.v, copy, cache.values.clone(), torch.arange(6))
 
 
 def test_verify_second_derivatives_are_refused() -> None:

@@ -346,7 +346,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "plan and leaves": (entropy(plan=TreePlan()), "say plan .* or leaves"),
     "plan is a dict": (entropy(leaves=None, plan={"leaves": 2}), "tbik.TreePlan, got dict"),
     "no leaves": (entropy(leaves=0), "leaves is an integer 1..4096"),
-    "ignore_index None": (entropy(ignore_index=None), "ignore_index is an integer, got None"),
+    "ignore_index None": (entropy(ignore_index=None), "ignore_index is an integer of 64 bits, got None"),
+    "ignore_index of 2^63": (entropy(ignore_index=2**63), "ignore_index is an integer of 64 bits"),
+    "plan of float64": (entropy(leaves=None, plan=TreePlan(acc_dtype="float64")), "reduced in float32"),
+    "cover from 2^62": (lambda: ops.sample_cover(torch.ones(2), 2**62), "an integer 0..2.48 - 1"),
     "ignore_index of text": (entropy(ignore_index="-100"), "ignore_index is an integer"),
     "offsets too short": (entropy(sample_offsets=[0, 1]), "ascend from 0 to the 2 rows"),
     "offsets descend": (entropy(sample_offsets=[0, 2, 1, 2]), "ascend from 0"),
@@ -355,7 +358,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "meta targets": (entropy(t=T.to("meta")), "logits is on cpu, targets on meta"),
     "losses in bf16": (lambda: ops.token_sum(torch.ones(3).bfloat16()), "losses are never rounded"),
     "sums of two axes": (lambda: ops.sample_cover(torch.ones(2, 2), 0), r"expected sums \[B\]"),
-    "cover from -1": (lambda: ops.sample_cover(torch.ones(2), -1), "an integer >= 0, got -1"),
+    "cover from -1": (lambda: ops.sample_cover(torch.ones(2), -1), "an integer 0.* got -1"),
 }
 
 

@@ -168,9 +168,21 @@ def test_verify_bad_calls_are_refused() -> None:
         r"p is a number within \[0, 1\]": lambda: ops.dropout(x, 1.5, **KEY),  # type: ignore[arg-type]
         "a non-empty string": lambda: ops.dropout(x, 0.5, seed=1, step=1, name=""),
         "seed is an integer": lambda: ops.dropout(x, 0.5, seed=-1, step=1, name="a"),
+        "UTF-8": lambda: ops.dropout(x, 0.5, seed=1, step=1, name="\ud800"),
+        r"first_sample is an integer within \[0, 2\^32\)": lambda: ops.dropout(x, 0.5, **KEY, first_sample=2**63 - 1),  # type: ignore[arg-type]
+        r"first_position is an integer within \[0, 2\^32\)": lambda: ops.dropout(x, 0.5, **KEY, first_position=2**32),  # type: ignore[arg-type]
+        r"first_feature is an integer within \[0, 2\^34\)": lambda: ops.dropout(x, 0.5, **KEY, first_feature=2**63 - 4),  # type: ignore[arg-type]
         "step is an integer": lambda: ops.dropout(x, 0.5, seed=1, step=2**63, name="a"),
     }.items():
         with pytest.raises(PlanError, match=match):
             call()
-    with pytest.raises(ValueError, match="below 2"):
-        ops.dropout(x, 0.5, **KEY, first_sample=2**32)  # type: ignore[arg-type]
+    for first in ({"first_sample": 2**32}, {"first_position": 2**32 - 2}, {"first_feature": 2**34 - 7}):
+        with pytest.raises(ValueError, match="below 2|within"):
+            ops.dropout(x, 0.5, **KEY, **first)  # type: ignore[arg-type]
+    for first in ("first_sample", "first_position", "first_feature"):
+        offsets = [2**63 - 1 if first == name else 0 for name in ("first_sample", "first_position", "first_feature")]
+        with pytest.raises(ValueError, match="below 2"):  # the sum of two large integers does not wrap around
+            torch.ops.tbik.dropout(x, 0.5, 1, 1, 1, None, *offsets)
+    # the last coordinates that a counter holds
+    last = {"first_sample": 2**32 - 1, "first_position": 2**32 - 3, "first_feature": 2**34 - 8}
+    assert ops.dropout(x, 0.5, **KEY, **last).shape == x.shape  # type: ignore[arg-type]

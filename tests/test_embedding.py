@@ -216,6 +216,9 @@ def test_verify_bad_calls_are_refused() -> None:
     w, ids = torch.ones(4, 3), torch.tensor([0, 3])
     cases = {
         "ids is an int64": lambda: ops.embedding(ids.float(), w),
+        "ids is an int64 or int32 tensor, got None": lambda: ops.embedding(None, w),  # type: ignore[arg-type]
+        "ids is a dense tensor": lambda: ops.embedding(ids.to_sparse(), w),
+        "got first_row 18446744073709551616": lambda: ops.embedding(ids, w, first_row=2**64, vocabulary=2**65),
         r"expected w \[V, D\]": lambda: ops.embedding(ids, w[0]),
         "within the vocabulary": lambda: ops.embedding(ids, w, first_row=2, vocabulary=5),
         "out_dtype is one of": lambda: ops.embedding(ids, w, out_dtype=torch.float64),

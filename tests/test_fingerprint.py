@@ -451,6 +451,14 @@ def test_verify_refusals() -> None:
                 fingerprint(form)
     with pytest.raises(PlanError, match="expected a dense CPU tensor"):
         torch.func.vmap(lambda row: row * fingerprint(row))(torch.zeros(2, 3))
+    inside: dict[str, object] = {"w": x}
+    inside["itself"] = [inside]
+    with pytest.raises(PlanError, match="contains itself"):
+        fingerprint(inside)
+    assert fingerprint({"a": (shared := [x]), "b": shared}) == fingerprint({"a": [x], "b": [x]})
+    for form in ({"\ud800": x}, {"w": "\ud800"}):
+        with pytest.raises(PlanError, match="UTF-8"):
+            fingerprint(form)
     for form in ([x], 3, None, "w", {"w": object()}, {"a.b": x, "a": {"b": x}}, {1.5: x}, {}, {"a\nb": x}):
         with pytest.raises(PlanError):
             fingerprint(form)  # type: ignore[arg-type]

@@ -370,12 +370,17 @@ def test_verify_bad_calls_are_refused() -> None:
         "bfloat16, float16 or float32, got float64": lambda: ops.rms_norm(x.double(), w, EPS),
         r"expected x \[..., K\] and w \[K\]": lambda: ops.rms_norm(x, w[:7], EPS),
         "eps is a finite number": lambda: ops.rms_norm(x, w, -1.0),
+        "eps is a finite number >= 0, got 1e": lambda: ops.rms_norm(x, w, 1e39),
+        "eps is a finite number >= 0, got 2": lambda: ops.layer_norm(x, w, eps=2 * 10**400),
+        "ops.rms_norm: w is a tensor, got NoneType": lambda: ops.rms_norm(x, None, EPS),  # type: ignore[arg-type]
+        "ops.add_rms_norm: w is a tensor": lambda: ops.add_rms_norm(x, x, None, EPS),  # type: ignore[arg-type]
+        "ops.layer_norm: w is a tensor": lambda: ops.layer_norm(x, None),  # type: ignore[arg-type]
         "non-empty last axis": lambda: ops.rms_norm(torch.ones(3, 0), w, EPS),
         "must be alike": lambda: ops.add_rms_norm(x, x.bfloat16(), w, EPS),
         "do not say what a sample is": lambda: ops.rms_norm(torch.ones(2, 2, 2, 8), w, EPS),
         "sample_offsets ascend": lambda: ops.rms_norm(x, w, EPS, sample_offsets=[0, 2]),
         r"\[..., H, D\]": lambda: ops.rms_norm(w, w, EPS, heads=True),
-        "compute in float32, the plan says float64": lambda: ops.rms_norm(
+        "computes in float32, the plan says float64": lambda: ops.rms_norm(
             x, w, EPS, plan=TreePlan(acc_dtype="float64")
         ),
         "compute_dtype is one of": lambda: ops.layer_norm(x, w, compute_dtype=torch.int8),

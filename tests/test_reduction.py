@@ -127,6 +127,7 @@ def test_verify_bad_calls_are_refused() -> None:
     x = torch.ones(3, 8)
     for match, call in {
         "leaves is an integer": lambda: ops.sum(x, leaves=0),
+        r"leaves is an integer 1\.\.4096, got 4294967296": lambda: ops.mean(x, leaves=2**32),
         "got torch.int64": lambda: ops.sum(x.long()),
         "out_dtype is one of": lambda: ops.mean(x, out_dtype=torch.float64),
         "are 4 long, x has 8": lambda: sum_cover(x, CoverRun(8, 0, 2), leaves=4),

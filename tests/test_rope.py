@@ -219,10 +219,50 @@ def test_verify_compiled_equals_eager() -> None:
     compiled_equals_eager(function, [rows((5, 2, 8), torch.bfloat16, 1).requires_grad_()])
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        "config.json",
+        {},
+        {"hidden_size": None, "num_attention_heads": 4},
+        {"hidden_size": 64, "num_attention_heads": 0},
+        {"head_dim": "64"},
+        *({"head_dim": 64, "rope_theta": theta} for theta in (0, -1.0, None, "1e4", True, float("nan"), float("inf"))),
+        *({"head_dim": 64, "partial_rotary_factor": part} for part in (0, 2, float("nan"), "all")),
+        {"head_dim": 64, "rope_scaling": "linear"},
+        *({"head_dim": 64, "rope_scaling": {"type": "linear", "factor": factor}} for factor in (0, float("nan"), "2")),
+        *({"head_dim": 64, "rope_scaling": LLAMA3 | change} for change in ({"factor": 0}, {"high_freq_factor": 1.0})),
+        {"head_dim": 64, "rope_theta": 1.0, "rope_scaling": YARN},
+        {"head_dim": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        *(
+            {"head_dim": 64, "rope_scaling": YARN | change}
+            for change in (
+                {"factor": 0},
+                {"original_max_position_embeddings": 0},
+                {"beta_fast": 0},
+                {"attention_factor": "a"},
+                {"mscale": "a", "mscale_all_dim": 1.0},
+            )
+        ),
+    ],
+)
+def test_verify_bad_configurations_are_refused(config: object) -> None:
+    """A field that would make infinite or absent frequencies is named, not computed with."""
+    with pytest.raises(PlanError, match=r"ops\.inverse_frequencies: "):
+        ops.inverse_frequencies(config)  # type: ignore[arg-type]
+
+
 def test_verify_bad_calls_are_refused() -> None:
     sin, cos = tables(3, 4)
     x = torch.ones(3, 2, 8)
     dynamic = {"head_dim": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    linear = {"head_dim": 8, "rope_scaling": {"type": "linear"}}
     cases = {
         "R <= D": lambda: ops.rope(x[..., :6], sin, cos),
         r"expected x \[..., H, D\] and sin": lambda: ops.rope(x[:2], sin, cos),
@@ -232,13 +272,19 @@ def test_verify_bad_calls_are_refused() -> None:
         "positions is an int64": lambda: ops.rope_tables(torch.ones(3), torch.ones(2)),
         "rope_type 'dynamic' is not supported": lambda: ops.inverse_frequencies(dynamic),
         "rope_type 'longrope'": lambda: ops.inverse_frequencies({"head_dim": 8, "rope_scaling": {"type": "longrope"}}),
-        "factor is a number": lambda: ops.inverse_frequencies({"head_dim": 8, "rope_scaling": {"type": "linear"}}),
+        "factor is a finite number above 0": lambda: ops.inverse_frequencies(linear),
         "an even number": lambda: ops.inverse_frequencies({"head_dim": 7}),
         "expected head_dim": lambda: ops.inverse_frequencies({}),
     }
     for match, call in cases.items():
         with pytest.raises(PlanError, match=match):
             call()
+    for scale in (0, -1.0, True, None, "1", float("nan"), 1e39):
+        with pytest.raises(PlanError, match="scale is finite and positive"):
+            ops.rope_tables(torch.arange(3), torch.ones(2), scale=scale)  # type: ignore[arg-type]
+    for table in (sin.to_sparse(), [1.0]):
+        with pytest.raises(PlanError, match=r"ops\.rope: sin is a"):
+            ops.rope(x, table, cos)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="below 2"):
         ops.rope_tables(torch.tensor([2**24]), torch.ones(1) * 1e-3)
     with pytest.raises(ValueError, match="at most 2"):

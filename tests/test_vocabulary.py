@@ -212,6 +212,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "ids": (lambda: ONE.logprobs(X, torch.tensor([-1, 0])), r"ids\[0\] = -1 is outside"),
     "offsets": (lambda: ONE.cross_entropy(X, T, sample_offsets=[0, 3]), "ascend from 0 to the 2 rows"),
     "k": (lambda: ONE.top_logprobs(X, 49), r"k is an integer 1..48 .*got 49"),
+    "meta logits": (lambda: ONE.softmax(X.to("meta")), "logits is on meta, kernels exist for cpu"),
+    "meta targets": (lambda: ONE.cross_entropy(X, T.to("meta")), "logits is on cpu, targets on meta"),
+    "ignored id of 65 bits": (lambda: ONE.token_losses(X, T, 2**64), "ignore_index is an integer of 64 bits"),
     "gather of a list": (lambda: all_gather([1.0]), "all_gather: expected a dense CPU tensor"),  # type: ignore[arg-type]
     "gather of bools": (lambda: all_gather(X > 0), "all_gather: expected a dense CPU tensor"),
 }
@@ -222,6 +225,16 @@ def test_verify_vocabulary_refuses(case: str) -> None:
     call, message = REFUSED[case]
     with pytest.raises(PlanError, match=message):
         call()
+
+
+def test_verify_lazily_negated_gradients() -> None:
+    """A gradient whose sign autograd has not applied yet (torch's neg bit) is that gradient."""
+    for function in (ONE.softmax, ONE.log_softmax, lambda x: ONE.logprobs(x, T), lambda x: ONE.token_losses(x, T)):
+        x = logits((2, 48), torch.float32, 1).requires_grad_()
+        y = function(x)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+        (lazy,) = torch.autograd.grad(y, x, torch._neg_view(dy), retain_graph=True)
+        assert_bitwise_equal(lazy, torch.autograd.grad(y, x, -dy)[0])
 
 
 def test_verify_vocabulary_has_one_derivative() -> None:

@@ -132,7 +132,11 @@ def mix(x: int) -> int:
 
 def text_hash(text: str) -> int:
     """The first 8 bytes of SHA-256 of the UTF-8 text, read as a big-endian number."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"fingerprint: expected text that UTF-8 holds, got {text!r}") from None
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big")
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -158,15 +162,19 @@ def _leaves_of(x: Mapping[Any, Any] | torch.nn.Module) -> dict[str, Leaf]:
     return leaves
 
 
-def _flat(prefix: str, x: Any) -> Iterator[tuple[str, Any]]:
+def _flat(prefix: str, x: Any, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) of a nested state dict; around: the identities of the containers that x is in."""
+    if id(x) in around:
+        raise PlanError(f"fingerprint: {prefix}: expected a tree of mappings and lists, got one that contains itself")
+    around = (*around, id(x))
     if isinstance(x, Mapping):
         for key, value in x.items():
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise PlanError(f"fingerprint: {prefix or 'state dict'}: expected keys of str or int, got {key!r}")
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), value)
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), value, around)
     elif isinstance(x, (list, tuple)) and not _is_pieces(x):
         for position, value in enumerate(x):
-            yield from _flat(f"{prefix}.{position}" if prefix else str(position), value)
+            yield from _flat(f"{prefix}.{position}" if prefix else str(position), value, around)
     else:
         yield prefix, x
 

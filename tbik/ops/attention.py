@@ -25,8 +25,9 @@ from torch.autograd import forward_ad
 
 from tbik import _C
 from tbik.errors import PlanError
-from tbik.ops.dropout import LIMIT, name_key
+from tbik.ops.dropout import name_key, require_coordinates
 from tbik.ops.linear import _is_int, bias_grad
+from tbik.ops.samples import is_narrow
 from tbik.plan import TreePlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,7 +117,7 @@ def attention(
     starts_q = _whole(q) if cu_q is None else cu_q
     starts_k = (_whole(k) if cu_q is None else cu_q) if cu_k is None else cu_k
     offsets = _head_offsets(runs)
-    wire = plan.grad_wire_dtype == "bfloat16" if plan is not None else False
+    wire = is_narrow(where, plan)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
     out: Tensor = _attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, wire, train, *drop)[0]
     return out
@@ -251,10 +252,10 @@ def paged_attention(
     runs = _require_heads(where, q, key_cache.shape[2], sinks, sharing)
     if q.shape[2] != key_cache.shape[3]:
         raise PlanError(f"{where}: q has head_dim {q.shape[2]}, the caches {key_cache.shape[3]}")
-    _require_integers(where, "query_start_loc", query_start_loc, 1)
-    _require_integers(where, "seq_lens", seq_lens, 1)
-    _require_integers(where, "block_table", block_table, 2)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, key_cache, value_cache)):
+    _require_integers(where, "query_start_loc", query_start_loc, 1, q)
+    _require_integers(where, "seq_lens", seq_lens, 1, q)
+    _require_integers(where, "block_table", block_table, 2, q)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, key_cache, value_cache, sinks)):
         raise PlanError(f"{where}: paged keys have no backward; use ops.attention to train, or torch.no_grad()")
     offsets = _head_offsets(runs)
     out: Tensor = _paged_attention(
@@ -277,7 +278,7 @@ def store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_
         ("value_cache", value_cache, 4, "[P, N, G, D]"),
     ):
         _require_operand(where, name, t, k, dims, form)
-    _require_integers(where, "slot_mapping", slot_mapping, 1)
+    _require_integers(where, "slot_mapping", slot_mapping, 1, k)
     with torch.no_grad():
         _store_kv(k, v, key_cache, value_cache, slot_mapping)
 
@@ -347,7 +348,7 @@ def _attention(
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sinks: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _require_one_device(q, k, v, sinks)
+    _require_one_device(q, k, v, cu_q, cu_k, sinks)
     row = q.new_empty(q.shape[:2], dtype=torch.float32)
     rest = q.new_empty(q.shape if options[-3] and q.dtype != torch.float32 else 0)
     return q.new_empty(q.shape), row, torch.empty_like(row), rest
@@ -401,8 +402,10 @@ def _attention_backward(
     if rest.numel():
         out = _C.fold([out, rest], _inputs(2), out_dtype=torch.float32)
     head_runs = _runs_of(runs)
-    programs = [_head_schedule(run) for run in head_runs]
     offsets = _head_offsets(head_runs)
+    if q.dim() != 3 or offsets[-1] != q.shape[1]:
+        raise PlanError(f"tbik.attention_backward: {offsets[-1]} query heads in the runs, q is {_shape(q)}")
+    programs = [_head_schedule(run) for run in head_runs]
     result = _refusing(
         _C.attention_backward, grad_out, q, k, v, out, m, total, cu_q, cu_k, sinks, offsets, scale, softcap,
         causal, window, programs, dropout, coordinates,
@@ -427,6 +430,7 @@ def _attention_backward_fake(
     runs: list[int],
     *mask: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _require_one_device(grad_out, q, k, v, out, m, total, rest, cu_q, cu_k, sinks)
     nodes = sum(num_nodes(run) for run in _runs_of(runs))
     dq = q.new_empty(q.shape, dtype=torch.float32)
     dk = k.new_empty((k.shape[0], nodes, k.shape[2]), dtype=torch.float32)
@@ -454,6 +458,7 @@ def _sinks_grad(rows: Tensor, cu_q: Tensor, narrow: bool) -> Tensor:
 
 @_fake(_sinks_grad)
 def _sinks_grad_fake(rows: Tensor, cu_q: Tensor, narrow: bool) -> Tensor:
+    _require_one_device(rows, cu_q)
     return rows.new_empty(rows.shape[1:])
 
 
@@ -485,6 +490,7 @@ def _paged_attention(
 
 @_fake(_paged_attention)
 def _paged_attention_fake(q: Tensor, *rest: Any) -> Tensor:
+    _require_one_device(q, *(t for t in rest if isinstance(t, Tensor)))
     return q.new_empty(q.shape)
 
 
@@ -494,11 +500,15 @@ def _paged_attention_fake(q: Tensor, *rest: Any) -> Tensor:
 )
 def _store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     _refusing(_C.store_kv, k, v, key_cache, value_cache, slot_mapping)
+    # a backward that saved a cache must notice the write
+    written = [cache for cache in (key_cache, value_cache) if not cache.is_inference()]
+    if written:
+        torch.autograd.graph.increment_version(written)
 
 
 @_fake(_store_kv)
 def _store_kv_fake(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    return None
+    _require_one_device(k, v, key_cache, value_cache, slot_mapping)
 
 
 def _refuser(message: str) -> Callable[..., NoReturn]:
@@ -525,7 +535,7 @@ def _refusing(kernel: Callable[..., Any], *args: Any) -> Any:
 
 def _whole(x: Tensor) -> Tensor:
     """One sequence: [0, number of rows]."""
-    return torch.tensor([0, x.shape[0]])
+    return torch.tensor([0, x.shape[0]], device=x.device)
 
 
 def _head_offsets(runs: Sequence[HeadRun]) -> list[int]:
@@ -585,8 +595,10 @@ def _require_operand(where: str, name: str, t: Tensor, q: Tensor, dims: int, for
         raise PlanError(f"{where}: {name} is {t.dtype} on {t.device}, q {q.dtype} on {q.device}; they must agree")
 
 
-def _require_integers(where: str, name: str, t: Tensor, dims: int) -> None:
+def _require_integers(where: str, name: str, t: Tensor, dims: int, q: Tensor) -> None:
     _require_tensor(where, name, t)
+    if t.device != q.device:
+        raise PlanError(f"{where}: {name} is on {t.device}, the other tensors on {q.device}; move one")
     if t.dtype not in (torch.int32, torch.int64) or t.dim() != dims:
         raise PlanError(f"{where}: {name} is an int32 or int64 tensor of {dims} axes, got {t.dtype} {_shape(t)}")
 
@@ -616,7 +628,8 @@ def _require_mask(
         if not number or abs(value) > 3e38 or (name == "softcap" and value < 1e-30):
             raise PlanError(f"{where}: {name} is a finite number{' > 0' if name == 'softcap' else ''}, got {value!r}")
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return Mask(factor, 0.0 if softcap is None else float(softcap), causal, 0 if window is None else window)
+    # a window beyond 2^62 sees all keys, as 2^62 does: an integer of 64 bits for the kernel
+    return Mask(factor, 0.0 if softcap is None else float(softcap), causal, 0 if window is None else min(window, 2**62))
 
 
 def _require_dropout(where: str, dropout: AttentionDropout | None) -> tuple[float, list[int]]:
@@ -625,14 +638,7 @@ def _require_dropout(where: str, dropout: AttentionDropout | None) -> tuple[floa
     if not isinstance(dropout, AttentionDropout):
         raise PlanError(f"{where}: dropout is an ops.AttentionDropout(p, seed, step, name) or None, got {dropout!r}")
     p, seed, step, name, first_sample, first_head = dropout
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
-        raise PlanError(f"{where}: the p of dropout is a number within [0, 1], got {p!r}")
-    if not isinstance(name, str) or not name:
-        raise PlanError(f"{where}: the name of dropout is the module's name, a non-empty string, got {name!r}")
-    integers = {"seed": seed, "step": step, "first_sample": first_sample, "first_head": first_head}
-    for what, value in integers.items():
-        if not _is_int(value) or not 0 <= value < LIMIT:
-            raise PlanError(f"{where}: the {what} of dropout is an integer within [0, 2^63), got {value!r}")
+    require_coordinates(f"{where}: dropout", p, seed, step, name, first_sample=first_sample, first_head=first_head)
     return float(p), [seed, step, name_key(name), first_sample, first_head]
 
 
@@ -656,7 +662,7 @@ def _require_packed(
         raise PlanError(f"{where}: cu_k is given, cu_q is not; expected both, cu_q alone (then cu_k = cu_q) or neither")
     for name, starts in (("cu_q", cu_q), ("cu_k", cu_k)):
         if starts is not None:
-            _require_integers(where, name, starts, 1)
+            _require_integers(where, name, starts, 1, q)
     return _require_heads(where, q, k.shape[1], sinks, sharing)
 
 
@@ -666,6 +672,8 @@ def _require_heads(
     heads = q.shape[1]
     if sinks is not None:
         _require_tensor(where, "sinks", sinks)
+        if sinks.device != q.device:
+            raise PlanError(f"{where}: sinks is on {sinks.device}, q on {q.device}; move one")
         if sinks.dim() != 1 or sinks.shape[0] != heads or sinks.dtype not in DTYPES:
             raise PlanError(f"{where}: sinks is bf16, fp16 or fp32 [{heads}], got {sinks.dtype} {_shape(sinks)}")
     if sharing is None:
@@ -676,15 +684,23 @@ def _require_heads(
             )
         size = heads // kv_heads
         return [HeadRun(size, 0, size)] * kv_heads
-    runs = [HeadRun(*run) for run in sharing]
-    if len(runs) != kv_heads or any(not 0 <= run.lo < run.hi <= run.size for run in runs):
+    is_list = isinstance(sharing, (list, tuple)) and len(sharing) == kv_heads
+    if not is_list or not all(_is_head_run(run) for run in sharing):
         raise PlanError(
             f"{where}: sharing has one HeadRun(size, lo, hi), 0 <= lo < hi <= size, for each of {kv_heads} KV heads, "
-            f"got {list(sharing)}"
+            f"got {sharing!r}"
         )
+    runs = [HeadRun(*run) for run in sharing]
     if sum(run.hi - run.lo for run in runs) != heads:
         raise PlanError(f"{where}: sharing names {sum(r.hi - r.lo for r in runs)} query heads, q has {heads}")
     return runs
+
+
+def _is_head_run(run: Any) -> bool:
+    if not isinstance(run, (list, tuple)) or len(run) != 3 or not all(_is_int(number) for number in run):
+        return False
+    size, lo, hi = run
+    return bool(0 <= lo < hi <= size < 2**62)
 
 
 def _shape(t: Tensor) -> list[int]:

@@ -41,6 +41,7 @@ from tbik.ops.softmax import per_row, refuse_transforms, require_leaves, require
 from tbik.plan import TreePlan
 
 IGNORE_INDEX = -100
+MAX_SAMPLES = 2**48
 
 
 class TokenSum(NamedTuple):
@@ -117,8 +118,8 @@ def sample_cover(sums: Tensor, first: int) -> Tensor:
     _require_float32(where, "sums", sums)
     if sums.dim() != 1:
         raise PlanError(f"{where}: expected sums [B], got {_shape(sums)}")
-    if not _is_int(first) or first < 0:
-        raise PlanError(f"{where}: first is the global number of sums[0], an integer >= 0, got {first!r}")
+    if not _is_int(first) or not 0 <= first < MAX_SAMPLES:
+        raise PlanError(f"{where}: first is the global number of sums[0], an integer 0..2^48 - 1, got {first!r}")
     if not sums.numel():
         return sums.detach().clone()
     end = first + sums.numel()
@@ -281,6 +282,8 @@ def leaves_of(where: str, plan: TreePlan | None, leaves: int | None) -> int:
     if plan is not None:
         if not isinstance(plan, TreePlan):
             raise PlanError(f"{where}: plan is a tbik.TreePlan, got {_kind(plan)}")
+        if plan.acc_dtype != "float32":
+            raise PlanError(f"{where}: the vocabulary is reduced in float32, the plan says {plan.acc_dtype}")
         return plan.leaves
     assert leaves is not None
     require_leaves(where, leaves)
@@ -296,8 +299,12 @@ def require_targets(where: str, logits: Tensor, targets: Tensor, leaves: int, ig
         raise PlanError(
             f"{where}: expected targets {list(logits.shape[:-1])} for logits {_shape(logits)}, got {_shape(targets)}"
         )
-    if not _is_int(ignore_index):
-        raise PlanError(f"{where}: ignore_index is an integer, got {ignore_index!r}")
+    require_ignored(where, ignore_index)
+
+
+def require_ignored(where: str, ignore_index: int) -> None:
+    if not _is_int(ignore_index) or not -(2**63) <= ignore_index < 2**63:
+        raise PlanError(f"{where}: ignore_index is an integer of 64 bits, got {ignore_index!r}")
 
 
 def require_ids(where: str, name: str, ids: Tensor) -> None:

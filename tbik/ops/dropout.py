@@ -22,7 +22,7 @@ from torch import Tensor
 from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _is_int, _operator
-from tbik.ops.rowwise import differentiable, is_direct, refuse_vmap, require_rows
+from tbik.ops.rowwise import differentiable, is_direct, is_number, refuse_vmap, require_rows
 from tbik.ops.samples import bounds, require_samples
 
 LIMIT = 2**63
@@ -67,25 +67,14 @@ def dropout(
     x [..., K] -> alike; one product in fp32, one cast. seed, step: integers within [0, 2^63). name: of the module; two
     modules with one name drop the same elements. sample_offsets: as in rms_norm. first_sample: the global number of the
     first sample; first_position, first_feature: of the first row of every sample and of the first column, for shards of
-    those axes. dx = the same function of dy. Errors: PlanError; ValueError for coordinates beyond 2^32.
+    those axes. dx = the same function of dy. Errors: PlanError; ValueError where a row or the last sample is numbered
+    2^32 or more.
     Layout-invariant.
     """
     where = "ops.dropout"
     require_rows(where, "x", x)
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
-        raise PlanError(f"{where}: p is a number within [0, 1], got {p!r}")
-    if not isinstance(name, str) or not name:
-        raise PlanError(f"{where}: name is the module's name, a non-empty string, got {name!r}")
-    integers = {
-        "seed": seed,
-        "step": step,
-        "first_sample": first_sample,
-        "first_position": first_position,
-        "first_feature": first_feature,
-    }
-    for what, value in integers.items():
-        if not _is_int(value) or not 0 <= value < LIMIT:
-            raise PlanError(f"{where}: {what} is an integer within [0, 2^63), got {value!r}")
+    firsts = {"first_sample": first_sample, "first_position": first_position, "first_feature": first_feature}
+    require_coordinates(where, p, seed, step, name, **firsts)
     require_samples(where, x.shape[:-1], sample_offsets)
     key = name_key(name)
     offsets = None if sample_offsets is None else list(sample_offsets)
@@ -94,6 +83,18 @@ def dropout(
         return _kernel(*arguments)
     y: Tensor = _dropout(*arguments)
     return y
+
+
+def require_coordinates(where: str, p: float, seed: int, step: int, name: str, **firsts: int) -> None:
+    """PlanError unless p, seed, step and name make a key and the numbers of firsts fit into a counter (R9, K5)."""
+    if not is_number(p) or not 0 <= p <= 1:
+        raise PlanError(f"{where}: p is a number within [0, 1], got {p!r}")
+    if not isinstance(name, str) or not name or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
+        raise PlanError(f"{where}: name is the module's name, a non-empty string that UTF-8 holds, got {name!r}")
+    for what, value in {"seed": seed, "step": step, **firsts}.items():
+        bits = 63 if what in ("seed", "step") else 34 if what == "first_feature" else 32
+        if not _is_int(value) or not 0 <= value < 2**bits:
+            raise PlanError(f"{where}: {what} is an integer within [0, 2^{bits}), got {value!r}")
 
 
 def _kernel(

@@ -51,6 +51,7 @@ def embedding(
     """
     plain = vocabulary is None and out_dtype is None and sample_offsets is None and plan is None
     plain = plain and first_row == 0 and type(first_row) is int and is_simple(w) and is_direct(ids) and w.dim() == 2
+    plain = plain and ids is not None
     if plain and ids.dtype == torch.int64 and ids.dim() < 3:
         return _C.embedding(ids, w, 0, w.shape[0], w.dtype)
     where = "ops.embedding"
@@ -122,8 +123,11 @@ def embedding_cover(
 def _require_ids(where: str, ids: Tensor, num_rows: int, first_row: int, vocabulary: int | None) -> int:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise PlanError(f"{where}: ids is an int64 or int32 tensor, got {getattr(ids, 'dtype', ids)}")
+    if ids.layout != torch.strided or ids.is_nested:
+        raise PlanError(f"{where}: ids is a dense tensor, got layout {ids.layout}")
     total = num_rows if vocabulary is None else vocabulary
-    if not _is_int(first_row) or not _is_int(total) or not 0 <= first_row <= first_row + num_rows <= total:
+    fits = _is_int(first_row) and _is_int(total) and 0 <= first_row <= first_row + num_rows <= total < 2**63
+    if not fits:
         raise PlanError(
             f"{where}: expected rows [first_row, first_row + V) within the vocabulary, got first_row {first_row!r}, "
             f"V {num_rows}, vocabulary {total!r}"

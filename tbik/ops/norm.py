@@ -57,7 +57,7 @@ def rms_norm(
     B samples. plan: of it only grad_wire_dtype matters, for dw.
     Gradients: dx in x.dtype, dw in fp32. Errors: PlanError. Batch-invariant; dw layout-invariant.
     """
-    plain = compute_dtype is None and sample_offsets is None and plan is None and heads is False
+    plain = compute_dtype is None and sample_offsets is None and plan is None and heads is False and w is not None
     if plain and type(eps) is float and 0 <= eps < 1 and type(offset) is bool and is_simple(x, w) and x.dim() < 4:
         return _C.norm(x, None, w, None, eps, False, offset, x.dtype)[0]
     where = "ops.rms_norm"
@@ -93,7 +93,7 @@ def add_rms_norm(
     rms_norm, whose bits these are on h. Batch-invariant.
     """
     plain = compute_dtype is None and sample_offsets is None and plan is None and type(eps) is float and 0 <= eps < 1
-    plain = plain and type(offset) is bool and is_simple_pair(x, residual) and residual is not None
+    plain = plain and type(offset) is bool and is_simple_pair(x, residual) and residual is not None and w is not None
     if plain and is_simple(x, w) and x.dim() < 4:
         return _C.norm(x, residual, w, None, eps, False, offset, x.dtype)
     where = "ops.add_rms_norm"
@@ -126,7 +126,7 @@ def layer_norm(
 
     x [..., K], w and bias [K] -> [..., K] in x.dtype. The rest as in rms_norm. Batch-invariant.
     """
-    plain = compute_dtype is None and sample_offsets is None and plan is None
+    plain = compute_dtype is None and sample_offsets is None and plan is None and w is not None
     if plain and type(eps) is float and 0 <= eps < 1 and is_simple(x, w, bias) and x.dim() < 4:
         return _C.norm(x, None, w, bias, eps, True, False, x.dtype)[0]
     where = "ops.layer_norm"

@@ -17,6 +17,7 @@ from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import CoverRun, _fake, _is_int, _name, _operator, _run_schedule
 from tbik.ops.rowwise import DTYPES, differentiable, is_direct, is_simple, refuse_derivative, refuse_vmap, require_rows
+from tbik.ops.softmax import MAX_LEAVES
 
 MAX_LENGTH = 2**24
 
@@ -53,8 +54,8 @@ def sum_cover(x: Tensor, run: CoverRun, *, leaves: int) -> Tensor:
 
 
 def _require_leaves(where: str, leaves: int) -> None:
-    if not _is_int(leaves) or leaves < 1:
-        raise PlanError(f"{where}: leaves is an integer >= 1, got {leaves!r}")
+    if not _is_int(leaves) or not 1 <= leaves <= MAX_LEAVES:
+        raise PlanError(f"{where}: leaves is an integer 1..{MAX_LEAVES}, got {leaves!r}")
 
 
 def _reduce(where: str, x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype | None) -> Tensor:

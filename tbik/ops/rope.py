@@ -18,11 +18,22 @@ from torch import Tensor
 
 from tbik import _C
 from tbik.errors import PlanError
-from tbik.ops.linear import _fake, _name, _operator, _require_flag, _require_one_device, _require_same_device, _shape
+from tbik.ops.linear import (
+    _fake,
+    _name,
+    _operator,
+    _require_dense,
+    _require_flag,
+    _require_one_device,
+    _require_same_device,
+    _shape,
+)
 from tbik.ops.rowwise import (
     DTYPES,
+    MAX_FLOAT32,
     differentiable,
     is_direct,
+    is_number,
     is_simple,
     is_simple_pair,
     refuse_derivative,
@@ -81,8 +92,11 @@ def rope_tables(positions: Tensor, inv_freq: Tensor, *, scale: float = 1.0) -> t
         raise PlanError(f"{where}: positions is an int64 or int32 tensor, got {getattr(positions, 'dtype', positions)}")
     if not isinstance(inv_freq, Tensor) or inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
         raise PlanError(f"{where}: inv_freq is a float32 tensor [R/2]")
+    _require_dense(where, "inv_freq", inv_freq)
+    if positions.layout != torch.strided or positions.is_nested:
+        raise PlanError(f"{where}: positions is a dense tensor, got layout {positions.layout}")
     _require_same_device(where, "positions", positions, "inv_freq", inv_freq)
-    if not 0 < scale < math.inf:
+    if not is_number(scale) or not 0 < scale <= MAX_FLOAT32:
         raise PlanError(f"{where}: scale is finite and positive, got {scale!r}")
     sin, cos = _rope_tables(positions.to(torch.int64), inv_freq.detach(), float(scale))
     return sin, cos
@@ -96,9 +110,13 @@ def inverse_frequencies(config: Mapping[str, Any]) -> RopeFrequencies:
     to fp32, which hides the last bits of the platform's pow. Errors: PlanError, by field; dynamic and longrope depend
     on the length of the sequence and are refused: their tables would make a position's bits depend on later tokens.
     """
+    if not isinstance(config, Mapping):
+        _refuse(f"config is a mapping, the fields of a config.json, got {type(config).__name__}")
     parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        _refuse(f"rope_parameters and rope_scaling are mappings, got {parameters!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+    theta = _number({"rope_theta": parameters.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
     dim = _rotary_dim(config, parameters)
     frequencies = [theta ** (-2.0 * i / dim) for i in range(dim // 2)]
     scale = 1.0
@@ -122,19 +140,24 @@ def _number(parameters: Mapping[str, Any], name: str, default: float | None = No
     value = parameters.get(name)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        _refuse(f"{name} is a number, got {value!r}")
+    if not is_number(value) or not 0 < value <= MAX_FLOAT32:
+        _refuse(f"{name} is a finite number above 0, got {value!r}")
     return float(value)
 
 
 def _rotary_dim(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
     dim = config.get("head_dim")
     if dim is None:
-        if "hidden_size" not in config or "num_attention_heads" not in config:
-            _refuse("expected head_dim, or hidden_size and num_attention_heads")
+        sizes = config.get("hidden_size"), config.get("num_attention_heads")
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            _refuse(f"expected head_dim, or hidden_size and num_attention_heads, integers above 0; got {sizes}")
         dim = config["hidden_size"] // config["num_attention_heads"]
+    if not isinstance(dim, int):
+        _refuse(f"head_dim is an integer, got {dim!r}")
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    rotary = int(dim * (1.0 if partial is None else partial))
+    rotary = int(
+        dim * (1.0 if partial is None else _number({"partial_rotary_factor": partial}, "partial_rotary_factor"))
+    )
     if rotary < 2 or rotary % 2 or rotary > dim:
         _refuse(f"the rotated part of head_dim {dim} is an even number of elements, got {rotary}")
     return rotary
@@ -143,6 +166,8 @@ def _rotary_dim(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int
 def _llama3(frequencies: Sequence[float], parameters: Mapping[str, Any]) -> list[float]:
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, length = (_number(parameters, name) for name in names)
+    if low >= high:
+        _refuse(f"low_freq_factor is below high_freq_factor, got {low} and {high}")
     scaled = []
     for frequency in frequencies:
         smooth = min(1.0, max(0.0, (length * frequency / (2 * math.pi) - low) / (high - low)))
@@ -155,9 +180,11 @@ def _yarn(
 ) -> tuple[list[float], float]:
     """Peng et al., "YaRN: efficient context window extension of large language models" (2023)."""
     factor = _number(parameters, "factor")
-    length = _number(
-        parameters, "original_max_position_embeddings", float(config.get("max_position_embeddings") or 0) or None
-    )
+    trained = "original_max_position_embeddings"
+    given = parameters if parameters.get(trained) is not None else {trained: config.get("max_position_embeddings")}
+    length = _number(given, trained)
+    if theta <= 1:
+        _refuse(f"rope_theta of yarn is above 1, got {theta}")
 
     def correction(turns: float) -> float:
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -179,9 +206,12 @@ def _yarn(
 
     scale = parameters.get("attention_factor")
     if scale is None:
-        both = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        scale = magnitude(both[0]) / magnitude(both[1]) if both[0] and both[1] else magnitude(1.0)
-    return scaled, float(scale)
+        if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+            scale = magnitude(_number(parameters, "mscale")) / magnitude(_number(parameters, "mscale_all_dim"))
+        else:
+            scale = magnitude(1.0)
+        return scaled, scale
+    return scaled, _number(parameters, "attention_factor")
 
 
 def _require_rope(
@@ -192,6 +222,7 @@ def _require_rope(
     for name, table in (("sin", sin), ("cos", cos)):
         if not isinstance(table, Tensor) or table.dtype != torch.float32 or table.dim() < 1:
             raise PlanError(f"{where}: {name} is a float32 tensor [..., R/2]; ops.rope_tables makes it")
+        _require_dense(where, name, table)
         _require_same_device(where, "x", x, name, table)
     lead, given = x.shape[:-2], sin.shape[:-1]
     fits = len(given) <= len(lead) and all(

@@ -29,13 +29,17 @@ from tbik.ops.attention import (
     _refuser,
     _require_dropout,
     _require_mask,
+    _require_one_device,
     _require_packed,
     _round,
     _sinks_grad,
     _whole,
 )
+from tbik.ops.linear import _require_flag
 from tbik.ops.norm import norm_weight_grad, rms_norm, rms_norm_backward_f32
-from tbik.ops.rope import rope, rope_backward_f32
+from tbik.ops.rope import _require_rope, rope, rope_backward_f32
+from tbik.ops.rowwise import require_eps, require_parameter
+from tbik.ops.samples import is_narrow
 from tbik.plan import TreePlan
 
 _LIBRARY = torch.library.Library("tbik", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -78,16 +82,19 @@ def rope_attention(
     drop = _require_dropout(where, dropout)
     if q.shape[0] != k.shape[0]:
         raise PlanError(f"{where}: expected k of the {q.shape[0]} tokens of q, got {k.shape[0]}")
+    _require_rope(where, q, sin, cos, interleaved, None)
     for name, table in (("sin", sin), ("cos", cos)):
-        if not isinstance(table, Tensor) or table.dtype != torch.float32 or table.dim() != 2:
+        if table.dim() != 2:
             raise PlanError(f"{where}: {name} is a float32 tensor [T, R/2]")
         if table.shape[0] != q.shape[0] or table.requires_grad:
             raise PlanError(f"{where}: {name} has {q.shape[0]} rows and needs no gradient, got {list(table.shape)}")
     for name, w in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if w is not None and (not isinstance(w, Tensor) or w.shape != q.shape[2:]):
-            raise PlanError(f"{where}: {name} is a tensor [{q.shape[2]}] or None")
+        if w is not None:
+            require_parameter(where, name, w, q)
+    require_eps(where, eps)
+    _require_flag(where, "offset", offset)
     starts = _whole(q) if cu is None else cu
-    wire = plan.grad_wire_dtype == "bfloat16" if plan is not None else False
+    wire = is_narrow(where, plan)
     offsets = _head_offsets(runs)
     leaves = (q, k, v, q_norm, k_norm, sinks)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
@@ -154,6 +161,7 @@ def _rope_attention(
 
 @_fake(_rope_attention)
 def _rope_attention_fake(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    _require_one_device(q, k, *(t for t in options if isinstance(t, Tensor)))
     row = q.new_empty(q.shape[:2], dtype=torch.float32)
     rest = q.new_empty(q.shape if options[-3] and q.dtype != torch.float32 else 0)
     return q.new_empty(q.shape), row, torch.empty_like(row), rest, q.new_empty(q.shape), k.new_empty(k.shape)
@@ -252,6 +260,8 @@ def _rope_attention_backward_fake(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _require_one_device(grad_out, q, k, v, sin, cos, cu, q_norm, k_norm, sinks)
+
     def vector(w: Tensor | None) -> Tensor:
         return q.new_empty(0 if w is None else w.shape, dtype=torch.float32)
 

@@ -8,7 +8,7 @@ master weight meets bf16 activations as its bf16 copy would, and bf16 weights me
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from tbik.ops.linear import (
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def require_rows(where: str, name: str, x: Tensor, min_dim: int = 1, length: int | None = None) -> None:
@@ -69,8 +70,12 @@ def require_compute(where: str, compute_dtype: torch.dtype | None, x: Tensor) ->
 
 
 def require_eps(where: str, eps: float) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+    if not is_number(eps) or not 0 <= eps <= MAX_FLOAT32:
         raise PlanError(f"{where}: eps is a finite number >= 0, got {eps!r}")
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_direct(*tensors: Tensor | None) -> bool:

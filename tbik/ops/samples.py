@@ -58,7 +58,7 @@ def is_narrow(where: str, plan: TreePlan | None) -> bool:
     if not isinstance(plan, TreePlan):
         raise PlanError(f"{where}: plan is a tbik.TreePlan or None, got {_kind(plan)}")
     if plan.acc_dtype != "float32":
-        raise PlanError(f"{where}: row operators compute in float32, the plan says {plan.acc_dtype}")
+        raise PlanError(f"{where}: this operator computes in float32, the plan says {plan.acc_dtype}")
     return plan.grad_wire_dtype == "bfloat16"
 
 

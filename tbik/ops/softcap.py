@@ -12,15 +12,17 @@ from torch import Tensor
 from tbik import _C
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _operator
-from tbik.ops.rowwise import differentiable, is_direct, refuse_derivative, refuse_vmap, require_rows
+from tbik.ops.rowwise import differentiable, is_direct, is_number, refuse_derivative, refuse_vmap, require_rows
+
+SMALLEST = 2.0**-149  # of float32
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
     """y = cast(cap tanh(x / cap)), cap rounded to fp32. x [..., K] -> alike. Errors: PlanError. Batch-invariant."""
     where = "ops.softcap"
     require_rows(where, "x", x)
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < 1e38:
-        raise PlanError(f"{where}: cap is a number above 0, got {cap!r}")
+    if not is_number(cap) or not SMALLEST <= cap < 1e38:
+        raise PlanError(f"{where}: cap is a number above 0 and below 1e38 that float32 holds, got {cap!r}")
     if is_direct(x):
         return _C.softcap(x, cap)
     y: Tensor = _softcap(x, float(cap))
