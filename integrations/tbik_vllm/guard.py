@@ -18,6 +18,7 @@ _LINEAR = "vllm.model_executor.layers.linear."
 _VOCAB = "vllm.model_executor.layers.vocab_parallel_embedding."
 _NORM = "vllm.model_executor.layers.layernorm."
 _ROPE = "vllm.model_executor.layers.rotary_embedding."
+_MOE = "vllm.model_executor.layers.fused_moe."
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn."
 
 SIGNATURES: Mapping[str, str] = {
@@ -52,6 +53,9 @@ SIGNATURES: Mapping[str, str] = {
     ),
     _CPU_ATTENTION + "CPUAttentionBackendImpl.do_kv_cache_update": "self layer key value kv_cache slot_mapping",
     _CPU_ATTENTION + "CPUAttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata fast_build",
+    _MOE
+    + "unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply_monolithic": "self layer x router_logits input_ids",
+    _MOE + "router.gate_linear.GateLinear.forward": "self x",
     "vllm.v1.sample.sampler.Sampler.compute_logprobs": "logits",
     "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.all_reduce": "self input_",
     "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model": "self vllm_config model_config prefix",

@@ -98,7 +98,7 @@ def _replace_communicator(platform: type) -> None:
 
 
 def _replace_layers() -> None:
-    from tbik_vllm import activation, linear, norm, rope, vocabulary
+    from tbik_vllm import activation, linear, moe, norm, rope, vocabulary
 
     for ours in (
         linear.TbikReplicatedLinear,
@@ -117,6 +117,8 @@ def _replace_layers() -> None:
         rope.TbikYaRNScalingRotaryEmbedding,
         activation.TbikSiluAndMul,
         activation.TbikGeluAndMul,
+        moe.TbikGateLinear,
+        moe.TbikMoEMethod,
     ):
         stock: Any = next(base for base in ours.__mro__ if base.__module__.startswith("vllm."))
         name = stock.__name__

@@ -79,5 +79,5 @@ def refuse_model(model: torch.nn.Module, replaced: dict[str, type]) -> None:
         raise PlanError(f"tbik_vllm: {name} is a {kind.__module__}.{kind.__name__}: {reason}. Not supported")
 
 
-_STRUCTURAL = ("Attention", "ApplyRotaryEmb")
-"""Layers that add nothing themselves: attention is its backend's, rope its table's and ops.rope's."""
+_STRUCTURAL = ("Attention", "ApplyRotaryEmb", "MoERunner", "RoutedExperts")
+"""Layers that add nothing themselves: attention is its backend's, experts are their method's."""
