@@ -4,7 +4,8 @@
 
 logits: largest |ours - theirs| over every position of every prompt. text: prompts whose --new-tokens greedy tokens are
 the same. gradients: per tensor |a - b| / |b| in the 2-norm, of the loss of all prompts in one micro-step, largest of
-all tensors; ours against theirs, and both against Hugging Face in fp64, which says whose error it is.
+all tensors; ours against theirs, and both against Hugging Face in fp64 (with the fp32 tables of rope it always has).
+frequencies: the same with rope's frequencies as Hugging Face rounds them, in fp32; ours are rounded once, from fp64.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-KINDS = ("logits", "text", "gradients")
+KINDS = ("logits", "text", "gradients", "frequencies")
 PROMPTS = (
     "How do bees make honey?",
     "The capital of France is",
@@ -74,6 +75,8 @@ def main() -> None:
         figures |= {"new_tokens": options.new_tokens, "equal_greedy_texts": same}
     if "gradients" in options.kinds:
         figures |= gradients(ours, theirs, prompts)
+    if "frequencies" in options.kinds:
+        figures["with_their_frequencies"] = with_their_frequencies(ours, theirs, prompts)
     Console().print(figures)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +123,27 @@ def gradients(ours: Any, theirs: Any, prompts: list[torch.Tensor]) -> dict[str, 
         "ours_against_fp64": worst("ours", "fp64"),
         "theirs_against_fp64": worst("theirs", "fp64"),
     }
+
+
+def with_their_frequencies(ours: Any, theirs: Any, prompts: list[torch.Tensor]) -> dict[str, float]:
+    from tbik.huggingface.checkpoint import pieces
+    from tbik.huggingface.rows import SampleBatch
+
+    (kind, mine), *_ = ours.setting.frequencies.items()
+    ours.setting.frequencies = {kind: mine._replace(inv_freq=theirs.model.rotary_emb.inv_freq.clone())}
+    ours.eval()
+    theirs.eval()
+    with torch.no_grad():
+        logits = max(float((ours(ids).logits - theirs(ids).logits).abs().max()) for ids in prompts)
+    for model in (ours, theirs):
+        model.train()
+        model.zero_grad()
+    batch = SampleBatch([ids[0] for ids in prompts])
+    ours(**batch.packed()).loss.backward()
+    theirs(**batch.padded("right"), use_cache=False).loss.backward()
+    found = pieces(ours, gradients=True)
+    gradient = max(relative(found[name].local, parameter.grad) for name, parameter in theirs.named_parameters())
+    return {"max_abs_logit_difference": logits, "max_relative_gradient_difference": gradient}
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
