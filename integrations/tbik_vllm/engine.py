@@ -97,10 +97,16 @@ def set_environment(job: dict[str, Any]) -> None:
         "OMP_NUM_THREADS": str(job["threads"]),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" asks for a NUMA node per rank
         "VLLM_SERVER_DEV_MODE": "1",  # collective_rpc over HTTP
+        # TP=1: scheduler and worker in this process, for each process imports vLLM for seconds
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if _is_alone(job) else "1",
     }
     # The first request for log-probabilities would compile C++ for half a minute; warm-up serves compiled graphs only
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+
+
+def _is_alone(job: dict[str, Any]) -> bool:
+    return job["tp"] == 1 and not job["server"]
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": job["longest"],
         "max_num_seqs": sequences,
         "enable_prefix_caching": job["prefix_cache"],
-        "distributed_executor_backend": "mp",
+        "distributed_executor_backend": "uni" if _is_alone(job) else "mp",
         "seed": 0,
         "logprobs_mode": LOGPROBS_MODE,
         "generation_config": "vllm",  # none of the checkpoint's own sampling defaults
