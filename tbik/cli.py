@@ -97,6 +97,9 @@ def verify(
     ] = "single,fsdp1,fsdp2,fsdp3,fsdp2xtp2,ddp4",
     steps: Annotated[int, typer.Option(help="With --train: optimizer steps.")] = 20,
     samples: Annotated[int, typer.Option(help="With --train: samples of a step, B.")] = 24,
+    dropout: Annotated[
+        float, typer.Option(help="With --train: probability, in attention and on the residual stream (tbik only).")
+    ] = 0.0,
     control: Annotated[
         str | None, typer.Option(help="With --train: the layouts that stock runs too; by default all without TP.")
     ] = None,
@@ -155,6 +158,7 @@ def verify(
             dtype=dtype,
             modes=modes,
             kill_after=kill_after,
+            dropout=dropout,
             control=None if control is None else [name.strip() for name in control.split(",")],
             json_file=json_file,
             report_file=report_file,

@@ -299,7 +299,8 @@ def _serve(rank: int, link: Link, argument: tuple[Job, Mode]) -> None:
             link.send(f"{fingerprint(decoder.pieces, group):016x}")
         else:
             assert decoder is not None
-            link.send(_sample(decoder, *content, job.new_tokens))
+            prompts, seeds = content
+            link.send(_sample(decoder, prompts, seeds, job.new_tokens))
 
 
 def _sample(decoder: Decoder, prompts: Sequence[Sequence[int]], seeds: Sequence[int], new_tokens: int) -> Answers:
@@ -391,7 +392,8 @@ class _Policy:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
-        transformers.utils.logging.disable_progress_bar()
+        quiet: Any = transformers.utils.logging
+        quiet.disable_progress_bar()
         transformers.set_seed(job.seed)
         self.mesh = init_device_mesh("cpu", (job.trainer_ranks,))
         self.stock: Any = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32).train()

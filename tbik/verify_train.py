@@ -11,8 +11,8 @@ Layouts, data ranks by tensor-parallel ranks (the latter vary fastest); B sample
     ...@tbik          over the "tbik" backend (default: gloo)
 
 Stock is torch's own way with the same model, data and layout: transformers' modules in bf16, gradients added by
-autograd and averaged by the wrapper; it has no tensor-parallel layouts here. The run also has to show that it trains
-(the digest changes in every step, the loss falls) and that it shards (parameter bytes of a rank).
+autograd and averaged by the wrapper; it has no tensor-parallel layouts here, and no dropout. The run also has to show
+that it trains (the digest changes in every step, the loss falls) and that it shards (parameter bytes of a rank).
 Errors: PlanError for a layout that cannot run, before any process starts; TransportError naming a rank that died.
 """
 
@@ -46,6 +46,7 @@ from tbik.errors import PlanError, TransportError
 from tbik.gradients import upstream
 from tbik.huggingface.parallelize import parallelize
 from tbik.huggingface.rows import SampleBatch
+from tbik.ops import DropoutKey
 from tbik.optimizers import OptimizerForm
 from tbik.plan import ModelShape, TreePlan
 from tbik.verify import MODES, Progress, environment
@@ -135,6 +136,7 @@ class TrainJob:
     plan: TreePlan = field(default_factory=TreePlan)
     kill_after: int | None = None
     control: tuple[str, ...] | None = None
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ def make_job(
         raise PlanError(f"--dtype: training computes in bfloat16 or float32, got {dtype!r}")
     if steps < 1 or samples_per_step < 1:
         raise PlanError(f"--steps and the samples of a step are at least 1, got {steps} and {samples_per_step}")
+    if not 0 <= options.get("dropout", 0.0) < 1:
+        raise PlanError(f"--dropout: expected a probability within [0, 1), got {options['dropout']}")
     if kill_after is not None and not 1 <= kill_after < steps:
         raise PlanError(f"--kill-after: expected a step within 1..{steps - 1}, got {kill_after}")
     parsed = tuple(Layout.parse(name, samples_per_step) for name in layouts)
@@ -393,8 +397,13 @@ class _Training:
         )
         transformers.set_seed(job.seed)
         self.dtype: torch.dtype = getattr(torch, job.dtype)
-        transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
+        quiet: Any = transformers.utils.logging
+        quiet.disable_progress_bar()
+        # stock draws its masks from a generator, which would make every layout another one without any sum: it has none
+        dropout = job.dropout if order.configuration.mode == "tbik" else 0.0
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            job.folder, dtype=torch.float32, attention_dropout=dropout
+        )
         self.stock_model: Any = model.train()
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -425,7 +434,9 @@ class _Tbik(_Training):
     def __init__(self, order: _Order, rank: int) -> None:
         super().__init__(order, rank)
         job, layout = self.job, self.layout
-        model = parallelize(self.stock_model, self.tp_group, job.plan, compute_dtype=self.dtype)
+        model = parallelize(
+            self.stock_model, self.tp_group, job.plan, compute_dtype=self.dtype, residual_dropout=job.dropout
+        )
         self.whole_bytes = self.parameter_bytes(model)
         self.largest_row = max(p[0].numel() * p.element_size() for p in model.parameters())
         self.num_parameters = len(list(model.parameters()))
@@ -446,7 +457,8 @@ class _Tbik(_Training):
         for _ in range(self.micro_steps):
             with self.tree.micro_step() as micro:
                 batch = SampleBatch(self.samples(micro.samples), first_sample=first + micro.samples.start)
-                loss = self.model(**batch.packed(), num_items_in_batch=1).loss  # a sum over tokens
+                key = DropoutKey(self.job.seed, self.sampler.step, batch.first_sample) if self.job.dropout else None
+                loss = self.model(**batch.packed(), num_items_in_batch=1, dropout=key).loss  # a sum over tokens
                 micro.report(loss)
                 micro.backward(loss, upstream(total))
         self.tree.finish()
@@ -461,7 +473,7 @@ class _Tbik(_Training):
         if self.layout.strategy in ("single", "ddp") or self.layout.shards == 1:
             return float(self.whole_bytes)
         uneven = self.num_parameters * self.largest_row
-        return self.whole_bytes / self.layout.shards * BYTES_TOLERANCE + uneven
+        return float(self.whole_bytes / self.layout.shards * BYTES_TOLERANCE + uneven)
 
 
 class _Stock(_Training):

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def result(folder: Path) -> dict[str, Any]:
     """Two layouts and their stock runs; each layout killed after step 2 and resumed on the other."""
-    job = make_job(folder, ["single", "fsdp2:m2"], steps=3, samples_per_step=8, kill_after=2)
+    job = make_job(folder, ["single", "fsdp2:m2"], steps=3, samples_per_step=8, kill_after=2, dropout=0.1)
     steps = []
     outcome = run(job, progress=lambda text, n: steps.append(n))
     assert sum(steps) == 4 * 3 + 2 * (3 + 1)
@@ -119,6 +119,7 @@ def test_verify_layouts_are_read(name: str, expected: tuple[Any, ...]) -> None:
         ({"layouts": ["flat2"], "kill_after": 1}, "FSDP1 has no checkpoint"),
         ({"kill_after": 2}, "--kill-after"),
         ({"control": ["fsdp2"]}, "--control"),
+        ({"dropout": 1.0}, "--dropout"),
         ({"steps": 0}, "--steps"),
         ({"modes": ["fast"]}, "--layers"),
         ({"dtype": "float16"}, "--dtype"),
