@@ -157,7 +157,8 @@ class _Use(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _use(parameter: Tensor, index: int) -> Tensor:
-    if collector_of(parameter) is not None and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+    collected_leaf = parameter.is_leaf and collector_of(parameter) is not None  # else a view in a parameter's place
+    if collected_leaf and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
         return _leaf_use(parameter, index)
     alias: Tensor = _Use.apply(parameter, index)  # type: ignore[no-untyped-call]
     return alias
