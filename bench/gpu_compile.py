@@ -137,9 +137,24 @@ def combine_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "64 leaves to fp32", lambda: fold(64, False)
 
 
+def row_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    import torch
+
+    from tbik.kernels import norm, rope
+
+    bf16 = torch.bfloat16
+    x, w = torch.empty(64, 4096, dtype=bf16), torch.empty(4096)
+    yield "add and rms norm, 4096", lambda: norm.norm(x, x, w, None, 1e-6, False, False, bf16)
+    yield "rms norm dX, 4096", lambda: norm.norm_dx(x, x, w, 1e-6, False, False, x, bf16)
+    yield "layer norm, 4096", lambda: norm.norm(x, None, w, w, 1e-6, True, False, bf16)
+    heads, table = torch.empty(16, 32, 128, dtype=bf16), torch.empty(16, 64)
+    yield "rope, 128", lambda: rope.rope(heads, table, table, False, False)
+
+
 CASES: dict[str, Callable[[str], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "matmul": matmul_cases,
     "combine": combine_cases,
+    "rows": row_cases,
 }
 
 
