@@ -5,7 +5,7 @@ tensors. Which pairs are added comes in from a schedule of tree.h (tbik.kernels.
 architecture and dtype, never by the number of rows (tbik.kernels.tiles).
 
 Not yet measured on a GPU. What is checked without one: values and bits in Triton's interpreter on the CPU
-(tests/test_kernels_*.py), and what the compiler makes of the matmul and combine kernels for sm_80, sm_90 and sm_100
+(tests/test_kernels_*.py), and what the compiler makes of every kernel for sm_80, sm_90 and sm_100
 (bench/gpu_compile.py, bench/results/gpu_compile.md). matmul and combine stand behind the operators of tbik.ops.linear;
 norm and rope are not yet called by tbik.ops.
 """
