@@ -722,7 +722,7 @@ def _contract(
         b = [t.to(compute) for t in b]  # the kernel widens exactly, and rounds an fp32 master weight to `compute`
     if _is_cuda(a[0]):
         assert isinstance(b, list), "packs are made of CPU tensors"
-        return _cuda_matmul().contract(
+        on_device: Tensor = _cuda_matmul().contract(
             [t.to(chain) for t in a],
             [t.to(chain) for t in b],
             cuts,
@@ -733,6 +733,7 @@ def _contract(
             a_k_major=a_k_major,
             b_k_major=b_k_major,
         )
+        return on_device
     return _C.gemm(a, a_k_major, b, b_k_major, cuts, schedule, _name(chain), bias, out_dtype=out_dtype)
 
 
