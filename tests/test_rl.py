@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tbik import models, report, rl
+from tbik import engines, models, report, rl
 from tbik.errors import PlanError
 
 pytestmark = pytest.mark.multiprocess
@@ -75,3 +75,20 @@ def test_verify_jobs_that_cannot_run_are_refused(folder: Path) -> None:
         rl.make_job(folder, steps=0)
     with pytest.raises(PlanError, match="micro-batches"):
         rl.make_job(folder, prompts=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_verify_vllm_holds_what_the_trainer_published(tmp_path: Path) -> None:
+    """Real engines at TP=2 as samplers: the trainer's bits, and its weights after each reload."""
+    try:
+        engines.interpreter("vllm")
+    except PlanError as error:
+        pytest.skip(str(error))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+    folder = models.random_model("qwen3", tmp_path, tie_word_embeddings=True, **sizes)
+    result = rl.run(rl.make_job(folder, steps=2, prompts=2, new_tokens=5, tp=2, engine="vllm"))
+    assert result["claim"], result["reasons"]
+    for row in result["steps"]["tbik"]:
+        assert row["differing_bit_patterns"] == 0 and row["trainer_weights"] == row["sampler_weights"]
+    assert result["steps"]["stock"][0]["differing_bit_patterns"] > 0, "the control"
