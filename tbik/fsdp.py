@@ -78,8 +78,8 @@ def apply(
     samples_per_step, micro_steps, accumulation, guard: as in tbik.GradientTree.
     units: modules that are sharded and gathered as one; by default the layers of a parallelized model, its embedding
         and head if they are not tied, and the rest.
-    mp_policy: of fully_shard; param_dtype None or bfloat16 (eager only; parameters are then gathered in bfloat16, and the
-        run is that of compute_dtype=bfloat16 in bits), reduce_dtype None or float32. Inputs are not cast.
+    mp_policy: of fully_shard; param_dtype None or bfloat16 (eager only; parameters are then gathered in bfloat16, and
+        the run is that of compute_dtype=bfloat16 in bits), reduce_dtype None or float32. Inputs are not cast.
     Errors: PlanError; IntegrityError where the ranks' weights differ. Layout-invariant.
     """
     where = "fsdp.apply"

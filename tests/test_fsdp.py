@@ -536,7 +536,7 @@ def test_verify_dropout(pools: Pools, expected: Run) -> None:
 
 @pytest.mark.multiprocess
 def test_verify_parameters_gathered_in_bfloat16(pools: Pools, expected: Run) -> None:
-    """MixedPrecisionPolicy(param_dtype=bfloat16): fp32 gradients of bf16 parameters, the run of compute_dtype=bfloat16."""
+    """MixedPrecisionPolicy(param_dtype=bfloat16): gradients in fp32, the run of compute_dtype=bfloat16 in bits."""
     layouts = [Layout("fsdp2", world, m, bfloat16_parameters=True) for world, m in ((1, 1), (1, 8), (2, 4), (3, 2))]
     runs = [pools.run(train_on_rank, layout.world, layout, STEPS)[0] for layout in layouts]
     for layout, found in zip(layouts, runs):
