@@ -258,9 +258,11 @@ def paged_attention(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, key_cache, value_cache, sinks)):
         raise PlanError(f"{where}: paged keys have no backward; use ops.attention to train, or torch.no_grad()")
     offsets = _head_offsets(runs)
-    out: Tensor = _paged_attention(
-        q, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, offsets, *mask
-    )
+    arguments = (q, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, offsets, *mask)
+    # Straight to the kernel where the dispatcher has nothing to do: it would cost more than a short sequence.
+    if not torch.compiler.is_compiling() and _C.is_direct(*arguments[:7]):
+        return _paged_attention_kernel(*arguments)
+    out: Tensor = _paged_attention(*arguments)
     return out
 
 
@@ -462,12 +464,7 @@ def _sinks_grad_fake(rows: Tensor, cu_q: Tensor, narrow: bool) -> Tensor:
     return rows.new_empty(rows.shape[1:])
 
 
-@_operator(
-    "paged_attention",
-    "(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
-    f"Tensor? sinks, int[] head_offsets, {_MASK}) -> Tensor",
-)
-def _paged_attention(
+def _paged_attention_kernel(
     q: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -486,6 +483,13 @@ def _paged_attention(
         softcap, causal, window,
     )[0]  # fmt: skip
     return out
+
+
+_paged_attention = _operator(
+    "paged_attention",
+    "(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
+    f"Tensor? sinks, int[] head_offsets, {_MASK}) -> Tensor",
+)(_paged_attention_kernel)
 
 
 @_fake(_paged_attention)
@@ -568,6 +572,8 @@ def _inputs(count: int) -> _C.Schedule:
 
 
 def _require_tensor(where: str, name: str, t: Tensor) -> None:
+    if not torch.compiler.is_compiling() and forward_ad._current_level < 0 and _C.is_direct(t):
+        return  # dense CPU memory that nobody watches
     if not isinstance(t, Tensor):
         raise PlanError(f"{where}: {name} is a tensor, got {type(t).__name__}")
     if not torch.compiler.is_compiling():

@@ -33,6 +33,7 @@ from tbik.plan import TreePlan
 
 TOKENS_PER_BLOCK = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NARROW = DTYPES[:3]
 DEVICES = ("cpu", "meta")
 LINEAR_DEVICES = ("cpu", "meta", "cuda")
 
@@ -69,6 +70,11 @@ def linear(
     derivatives and torch.func are refused.
     Errors: PlanError. Bits: layout-invariant and batch-invariant.
     """
+    if type(w) is PackedWeight and sample_offsets is None and _is_simple_packed(x, w, bias, plan, compute_dtype):
+        out = x.dtype if out_dtype is None else out_dtype
+        simple = w.whole and out in _NARROW and parallel in (None, "row", "column")
+        if simple and w.rounds == _rounds(plan, parallel == "row"):
+            return _packed_kernel(x, w.handle, bias, w.shape[0], 0, out)
     where = "ops.linear"
     key = _plan_key(where, plan)
     compute, out = require_linear(
@@ -130,6 +136,10 @@ def linear_cover(
     x [..., k], w [N, k] with k = cut(hi) - cut(lo), the slice this rank holds -> [C, ..., N] in acc_dtype, the nodes of
     tree.cover(lo, hi). parallel: plan.wire_dtype rounds leaves and nodes. Bits: layout-invariant.
     """
+    if type(w) is PackedWeight and type(parallel) is bool and type(run) is CoverRun and run == w.run:
+        simple = _is_simple_packed(x, w, None, plan, compute_dtype)
+        if simple and w.rounds == _rounds(plan, parallel):
+            return _packed_kernel(x, w.handle, None, w.shape[0], w.num_nodes, torch.float32)
     where = "ops.linear_cover"
     key = _plan_key(where, plan)
     compute, _ = _require_dtypes(where, x, plan, compute_dtype, None)
@@ -237,7 +247,19 @@ class PackedWeight:
     that (tbik.packing). Operators name it by `handle`, a number that is never used twice.
     """
 
-    __slots__ = ("__weakref__", "compute_dtype", "handle", "nbytes", "plan", "rounds", "run", "shape", "trainable")
+    __slots__ = (
+        "__weakref__",
+        "compute_dtype",
+        "handle",
+        "nbytes",
+        "num_nodes",
+        "plan",
+        "rounds",
+        "run",
+        "shape",
+        "trainable",
+        "whole",
+    )
 
     def __init__(self, w: Tensor, run: CoverRun, plan: TreePlan, compute_dtype: torch.dtype, rounds: bool) -> None:
         cuts = _local_cuts(plan, run)
@@ -247,6 +269,7 @@ class PackedWeight:
         self.shape, self.nbytes = w.shape, int(packed.nbytes)
         self.plan, self.run, self.compute_dtype, self.rounds = plan, run, compute_dtype, rounds
         self.trainable = w.requires_grad
+        self.whole, self.num_nodes = run == CoverRun(w.shape[1], 0, plan.leaves), _num_nodes(run)
         _packs[self.handle] = entry
         weakref.finalize(self, _packs.pop, self.handle, None).atexit = False
 
@@ -305,6 +328,22 @@ class _Pack(NamedTuple):
 
 _handles = itertools.count(1)
 _packs: dict[int, _Pack] = {}
+
+
+def _is_simple_packed(
+    x: Tensor, w: PackedWeight, bias: Tensor | None, plan: TreePlan, compute_dtype: torch.dtype | None
+) -> bool:
+    """Whether x, pack and bias go straight to the kernel: the checks would cost more than a small product."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or not _C.is_direct(x, bias):
+        return False
+    if w.trainable and torch.is_grad_enabled():
+        return False
+    compute = w.compute_dtype
+    if x.dtype is not compute or compute not in _NARROW or (compute_dtype is not None and compute_dtype is not compute):
+        return False
+    if not (plan is w.plan or plan == w.plan) or not 1 <= x.dim() <= 3 or x.shape[-1] != w.shape[1]:
+        return False
+    return bias is None or (bias.dim() == 1 and bias.shape[0] == w.shape[0] and bias.dtype in _NARROW)
 
 
 def _call_packed(x: Tensor, w: PackedWeight, bias: Tensor | None, num_nodes: int, out_dtype: torch.dtype) -> Tensor:
@@ -759,6 +798,8 @@ def _shaped(out: Tensor, *shape: int) -> Tensor:
 
 
 def _rows(t: Tensor) -> Tensor:
+    if t.dim() == 2:
+        return t
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
