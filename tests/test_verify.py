@@ -171,9 +171,17 @@ def _misbehave(rank: int, link: Link, argument: str) -> None:
         time.sleep(60)
 
 
-def test_verify_workers_add_and_stay_small() -> None:
+def require_small_workers() -> None:
     with Workers(3, _misbehave, "sum") as workers:
         assert sorted(workers.messages()) == [(rank, (3.0, False, 1)) for rank in range(3)]
+
+
+def test_verify_workers_add_and_stay_small() -> None:
+    """In a process of its own: the server that workers are forked from is one per process, and other tests load it."""
+    folder = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {folder!r}); import test_verify; test_verify.require_small_workers()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
