@@ -4,14 +4,14 @@
 # TORCH_PIP_ARGS  extra arguments for installing torch where none is present. On a machine without a GPU, give the index
 #                 of CPU wheels that pytorch.org names for your platform:  make setup TORCH_PIP_ARGS="--index-url <address>"
 # VLLM_VENV       where make vllm puts a CPU vLLM (2 GB), for tbik verify --engine vllm, its tests and bench/serve.py
-# MARKERS         which tests: a pytest marker expression; MARKERS="not sanitize and not sweep" adds those that take minutes
+# MARKERS         which tests: a pytest marker expression; MARKERS="not sanitize" adds those that take minutes
 # PYTEST_ARGS     extra arguments for pytest
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 TORCH_VERSION ?= 2.13.0
 TORCH_PIP_ARGS ?=
-MARKERS ?= not sanitize and not long and not sweep
+MARKERS ?= not sanitize and not long
 PYTEST_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check

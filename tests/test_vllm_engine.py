@@ -1,7 +1,7 @@
 """Real vLLM with tbik's plug-in: one output at every TP size, whatever the batch, chunking, caching; stock beside it.
 
 Engines run in the interpreter that has vLLM (`make vllm`, or TBIK_VLLM_PYTHON), one process per TP size and switch.
-The short job (TP 1 and 2) is in every run; the rest is long, or sweep. All values are compared as digests of tokens and
+The short job (TP 1 and 2) is in every run; the rest is long. All values are compared as digests of tokens and
 log-probability bits: equal digests over runs are equal outputs.
 """
 
@@ -111,7 +111,7 @@ def test_verify_vllm_has_the_trainer_s_bits(short: dict[str, Any]) -> None:
 # --- long: 8 minutes and more; .ci/run includes them ------------------------------------------------------------------
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.timeout(6 * ENGINE_S)
 def test_verify_vllm_one_output_at_tp_4_and_8(root: Path, short: dict[str, Any]) -> None:
     """With the short job 12 configurations, its control beside them."""
