@@ -103,7 +103,7 @@ def make_job(folder: Path, **options: Any) -> Job:
 
 def run(job: Job, *, progress: Progress = lambda text, steps: None) -> dict[str, Any]:
     """Runs the loop in each mode and judges: the content of --json."""
-    start = time.monotonic()
+    start, where = time.monotonic(), environment()
     rows = {mode: _run_mode(job, mode, progress) for mode in job.modes}
     reasons = judge(rows)
     return {
@@ -115,7 +115,7 @@ def run(job: Job, *, progress: Progress = lambda text, steps: None) -> dict[str,
         "job": {key: value for key, value in asdict(job).items() if key != "plan"},
         "plan": {"key": job.plan.key(), "fingerprint": job.plan.fingerprint()},
         "seconds": round(time.monotonic() - start, 1),
-        "environment": environment(),
+        "environment": where,
     }
 
 

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -66,7 +67,7 @@ def run(
     collective_s: float = COLLECTIVE_S,
 ) -> dict[str, Any]:
     """Runs every configuration and judges: the content of --json, see `judge`."""
-    start = time.monotonic()
+    start, where = time.monotonic(), environment()
     gathered = _Gathered(job)
     messages = (
         _decode(job, progress, silence_s, collective_s) if job.engine is None else verify_engine.serve(job, silence_s)
@@ -98,7 +99,7 @@ def run(
         "model": model or job.folder,
         "seconds": round(time.monotonic() - start, 1),
         "prompt": None if texts is None else texts[0],
-        "environment": environment() | gathered.environment,
+        "environment": where | gathered.environment,
     }
     if tokenizer is not None:
         for entry in report["records"]:
@@ -340,6 +341,7 @@ def environment() -> dict[str, Any]:
 
     return {
         "tbik": __version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -348,6 +350,21 @@ def environment() -> dict[str, Any]:
         "cpu_paths": list(_C.cpu_paths()),
         "transport": "gloo",
     }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package lies in, with + if its files were changed; None outside of one."""
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        inside = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if head.returncode or inside.returncode or changed.returncode:
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout else "")
 
 
 def cpu_name() -> str:

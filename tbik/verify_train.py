@@ -222,16 +222,16 @@ def run(
     collective_s: float = COLLECTIVE_S,
 ) -> dict[str, Any]:
     """Runs every configuration and judges: the content of --json, see `judge`."""
-    start = time.monotonic()
+    start, where = time.monotonic(), environment()
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tbik-train-") as folder:
         for number, configuration in enumerate(configurations(job)):
-            where = Path(folder) / f"run-{number}"
+            saved = Path(folder) / f"run-{number}"
             before: list[list[dict[str, Any]]] = []
             if configuration.resumed_from is not None:
                 killed = Configuration(configuration.mode, configuration.resumed_from)
-                before = _run_one(job, killed, progress, where, True, silence_s, collective_s)
-            ranks = _run_one(job, configuration, progress, where if before else None, False, silence_s, collective_s)
+                before = _run_one(job, killed, progress, saved, True, silence_s, collective_s)
+            ranks = _run_one(job, configuration, progress, saved if before else None, False, silence_s, collective_s)
             if before:
                 ranks = [before[0][: job.kill_after] + steps for steps in ranks]
             records.append(_record(configuration, ranks))
@@ -239,7 +239,7 @@ def run(
     return report | {
         "model": model or job.folder,
         "seconds": round(time.monotonic() - start, 1),
-        "environment": environment(),
+        "environment": where,
     }
 
 

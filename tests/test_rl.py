@@ -38,6 +38,7 @@ def test_verify_the_trainer_has_the_samplers_bits_in_every_step(result: dict[str
     first = result["steps"]["stock"][0]
     assert first["differing_bit_patterns"] > 0 and first["kl"] > 0, "the control"
     assert len({row["trainer_weights"] for row in result["steps"]["tbik"]}) == 2, "each step changes the weights"
+    assert len(result["environment"]["commit"].removesuffix("+")) == 40
 
 
 def test_verify_report_of_the_loop(result: dict[str, Any]) -> None:

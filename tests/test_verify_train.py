@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def test_verify_the_result_is_plain_json_with_the_keys_of_verify(result: dict[st
     keys = {"claim", "reasons", "configurations", "unique", "per_rank", "plan", "job", "records", "environment"}
     assert keys <= set(again) and again["configurations"] == 4
     assert again["plan"]["fingerprint"] and again["records"][0]["optimizer"] == "AdamW, loop"
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", again["environment"]["commit"]), "the tests run in a checkout"
     assert report.headline(again) == "tbik: 1 unique digest of 4; stock: 2 unique digests of 2"
     page = report.build(again)
     assert "fsdp2:m2, killed, then single" in page and "<svg" in page and again["plan"]["fingerprint"] in page
