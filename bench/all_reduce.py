@@ -5,8 +5,9 @@
 
 tbik: torch.distributed.all_reduce on a "tbik" group. launch: tbik.launch.allreduce(comm, a, out=a). gloo:
 torch.distributed.all_reduce on a gloo group. mpi: comm.Allreduce(MPI.IN_PLACE, a); not every MPI can sum bfloat16, so
-there it sums as many uint16, which is less work. Before a size is timed, tbik's and launch's results are compared
-with the oracle, bit by bit.
+there it sums as many uint16: less work. dispatch: torch.distributed.all_reduce on torch's "fake" backend, which
+does nothing, on all ranks at once: what a call costs in torch, whatever the backend. Before a size is timed, tbik's and
+launch's results are compared with the oracle, bit by bit.
 
 Rounds interleave the methods; a round's time is the slowest rank's mean over its calls. Reported: the median time, and
 the median of the rounds' ratios with the lowest and highest (above 1: tbik is faster).
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
@@ -42,6 +44,7 @@ import tbik
 from tbik import launch, reference
 from tbik.backend import TRANSPORTS, group_info
 from tbik.collectives import bytes_sent, reset_bytes_sent
+from tbik.verify import commit
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes
 DTYPES = ("float32", "bfloat16")
@@ -85,9 +88,10 @@ def main() -> None:
             "load_average_before": load,
             "load_average_after": os.getloadavg(),
             "torch": torch.__version__,
+            "commit": commit(),
             "tbik": tbik.__version__,
             "mpi": mpi.splitlines()[0].strip("\0 ") if mpi else "",
-            "command": " ".join(sys.argv),
+            "command": " ".join(["python", "bench/all_reduce.py", *sys.argv[1:]]),
         }
         options.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
@@ -106,16 +110,22 @@ def _measure(options: argparse.Namespace, mpi: Any) -> list[dict[str, Any]]:
     """On every rank of the default group, which is tbik's."""
     torch.set_num_threads(1)
     gloo = dist.new_group(backend="gloo")
-    assert isinstance(gloo, dist.ProcessGroup)
+    fake = dist.new_group(backend="fake")
+    assert isinstance(gloo, dist.ProcessGroup) and isinstance(fake, dist.ProcessGroup)
     return [
-        _measure_size(gloo, mpi, size, getattr(torch, dtype), options)
+        _measure_size(gloo, fake, mpi, size, getattr(torch, dtype), options)
         for dtype in options.dtypes
         for size in options.sizes
     ]
 
 
 def _measure_size(
-    gloo: dist.ProcessGroup, mpi: Any, size: int, dtype: torch.dtype, options: argparse.Namespace
+    gloo: dist.ProcessGroup,
+    fake: dist.ProcessGroup,
+    mpi: Any,
+    size: int,
+    dtype: torch.dtype,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     count = size // dtype.itemsize
@@ -134,13 +144,16 @@ def _measure_size(
     def by_gloo() -> None:
         dist.all_reduce(x, group=gloo)
 
+    def dispatch() -> None:
+        dist.all_reduce(x, group=fake)
+
     def by_mpi() -> None:
         mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array)
 
     def covers() -> None:
         x.copy_(tbik.all_reduce(x, group=gloo))
 
-    actions: dict[str, Callable[[], None]] = {"tbik": own, "gloo": by_gloo}
+    actions: dict[str, Callable[[], None]] = {"tbik": own, "gloo": by_gloo, "dispatch": dispatch}
     actions |= {"launch": by_launch, "mpi": by_mpi} if mpi else {}
     actions |= {"covers": covers} if options.covers else {}
     expected = reference.all_reduce(values).view(bits)
@@ -209,7 +222,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "bytes": lambda row: str(row["bytes"]),
         "via": lambda row: row["transport"],
     }
-    for key in ("tbik_us", "launch_us", "gloo_us", "mpi_us", "covers_us"):
+    for key in ("tbik_us", "dispatch_us", "launch_us", "gloo_us", "mpi_us", "covers_us"):
         texts[key.replace("_", " ")] = lambda row, key=key: f"{row[key]:.1f}"  # type: ignore[misc]
     for key in ("algbw_gb_s", "busbw_gb_s", "gloo/tbik", "mpi/tbik", "mpi/launch"):
         texts[key.removesuffix("_gb_s")] = lambda row, key=key: f"{row[key]:.2f}"  # type: ignore[misc]
