@@ -328,7 +328,9 @@ def _demo_rl(*, steps: int, engine: str, json_file: Path | None, report_file: Pa
             engine = rl.BUILTIN
     if engine != rl.BUILTIN:
         engines.interpreter(engine)
-    job = rl.make_job(_resolve("random:qwen3-tied"), steps=steps, engine=engine)
+    model = "random:qwen3-tied"
+    folder = _resolve(model)
+    job = rl.make_job(folder, steps=steps, engine=engine)
     with _progress(steps * len(job.modes)) as progress:
 
         def report_step(text: str, n: int) -> None:
@@ -336,7 +338,7 @@ def _demo_rl(*, steps: int, engine: str, json_file: Path | None, report_file: Pa
             if n:
                 out.print(text, markup=False)
 
-        result = rl.run(job, progress=report_step)
+        result = rl.run(job, model=_shown(model, folder), progress=report_step)
     table = Table(title=f"on-policy GRPO, sampler: {engine} at TP={job.tp}, trainer: FSDP2 on {job.trainer_ranks}")
     table.add_column("step", justify="right")
     for mode in result["steps"]:

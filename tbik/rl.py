@@ -101,8 +101,8 @@ def make_job(folder: Path, **options: Any) -> Job:
     return Job(str(folder), **options, plan=plan)
 
 
-def run(job: Job, *, progress: Progress = lambda text, steps: None) -> dict[str, Any]:
-    """Runs the loop in each mode and judges: the content of --json."""
+def run(job: Job, *, model: str = "", progress: Progress = lambda text, steps: None) -> dict[str, Any]:
+    """Runs the loop in each mode and judges: the content of --json. model: its name there, by default the folder."""
     start, where = time.monotonic(), environment()
     rows = {mode: _run_mode(job, mode, progress) for mode in job.modes}
     reasons = judge(rows)
@@ -110,9 +110,9 @@ def run(job: Job, *, progress: Progress = lambda text, steps: None) -> dict[str,
         "kind": "rl",
         "claim": not reasons,
         "reasons": reasons,
-        "model": job.folder,
+        "model": model or job.folder,
         "steps": rows,
-        "job": {key: value for key, value in asdict(job).items() if key != "plan"},
+        "job": {key: value for key, value in asdict(job).items() if key not in ("folder", "plan")},
         "plan": {"key": job.plan.key(), "fingerprint": job.plan.fingerprint()},
         "seconds": round(time.monotonic() - start, 1),
         "environment": where,

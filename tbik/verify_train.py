@@ -324,7 +324,7 @@ def judge(job: TrainJob, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         reasons.append(f"tbik gave {unique['tbik']} unique weights")
     if unique.get("stock") == 1:
         reasons.append("stock gave one digest too: this run could not have found a difference")
-    settings = {key: value for key, value in asdict(job).items() if key not in ("plan", "layouts")}
+    settings = {key: value for key, value in asdict(job).items() if key not in ("folder", "plan", "layouts")}
     return {
         "claim": not reasons,
         "reasons": reasons,
