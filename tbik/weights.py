@@ -41,6 +41,7 @@ class Place:
     """What this rank holds of a tensor of `shape`: rows [offset, ...) of `axis`, or from `flat_start` on if it is flat.
 
     counted: of the range along `axis`, in rows of the whole, what this rank answers for; None: all it holds.
+    stretches: the axis is so many equal stretches (gate before up), and offset and counted are those within each.
     """
 
     parameter: Tensor
@@ -49,6 +50,7 @@ class Place:
     offset: int = 0
     counted: tuple[int, int] | None = None
     flat_start: int | None = None
+    stretches: int = 1
 
     def boxes(self, tensor: Tensor | None = None, *, counted: bool = False) -> Iterator[Box]:
         """The boxes of `tensor`, one shaped and sharded like the parameter (by default itself); none may be empty.
@@ -70,12 +72,21 @@ class Place:
             if not self.shape:
                 yield Box(view, ())
                 continue
-            first = offset[self.axis] + self.offset
+            for at, first, count in self._ranges(offset[self.axis], view.shape[self.axis], tensor.shape, counted):
+                part = view.narrow(self.axis, at, count)
+                if part.numel():
+                    yield Box(part, (*offset[: self.axis], first, *offset[self.axis + 1 :]))
+
+    def _ranges(self, start: int, count: int, held: Sequence[int], counted: bool) -> Iterator[tuple[int, int, int]]:
+        """(first in the view, first in the whole, how many) of a view of [start, start + count) of this rank's axis."""
+        mine, whole = (shape[self.axis] // self.stretches for shape in (held, self.shape))
+        for stretch in range(self.stretches):
+            lo, hi = 0, mine
             if counted and self.counted is not None:
-                lo, hi = (min(max(edge, first), first + view.shape[self.axis]) for edge in self.counted)
-                view, first = view.narrow(self.axis, lo - first, hi - lo), lo
-            if view.numel():
-                yield Box(view, (*offset[: self.axis], first, *offset[self.axis + 1 :]))
+                lo, hi = (edge - self.offset for edge in self.counted)
+            lo, hi = (min(max(stretch * mine + edge, start), start + count) for edge in (lo, hi))
+            if lo < hi or self.stretches == 1:
+                yield lo - start, lo + stretch * (whole - mine) + self.offset, hi - lo
 
 
 def places(model: torch.nn.Module) -> dict[str, Place]:
@@ -100,16 +111,11 @@ def places(model: torch.nn.Module) -> dict[str, Place]:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        if part.stretches > 1 and len(part.held or ()) > 1:
-            raise PlanError(
-                f"weights: {name} is cut inside each of {part.stretches} stretches, which this version does not place; "
-                "experts train on one tensor-parallel rank, or save by model.save_pretrained"
-            )
-        if part.held is None or part.counted is None or part.stretches > 1:
+        if part.held is None or part.counted is None:
             found[name] = Place(parameter, tuple(part.shape), part.axis)
         else:
             held, counted = part.held[rank], part.counted[rank]
-            found[name] = Place(parameter, tuple(part.shape), part.axis, held[0], counted)
+            found[name] = Place(parameter, tuple(part.shape), part.axis, held[0], counted, stretches=part.stretches)
     return found
 
 
