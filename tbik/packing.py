@@ -31,14 +31,18 @@ import torch
 from torch import Tensor
 
 from tbik.errors import PlanError
+from tbik.ops.experts import PackedExperts
 from tbik.ops.linear import CoverRun, PackedWeight, Parallel, pack_weight
 from tbik.plan import TreePlan
 
 M = TypeVar("M", bound=torch.nn.Module)
 
 
+Pack = PackedWeight | PackedExperts
+
+
 class PackSpec(NamedTuple):
-    """How a module multiplies by one of its weights."""
+    """How a module multiplies by one of its weights: a matrix, or a stack of experts [E, N, k], one pack for each."""
 
     plan: TreePlan
     compute_dtype: torch.dtype
@@ -56,11 +60,11 @@ class Packable(torch.nn.Module):
         """{parameter name: how forward multiplies by it}."""
         raise NotImplementedError
 
-    def weight_of(self, name: str) -> Tensor | PackedWeight:
-        """The parameter `name`, or its pack if it is frozen."""
+    def weight_of(self, name: str) -> Any:
+        """The parameter `name`, or its pack (PackedWeight, PackedExperts) if it is frozen."""
         weight: Tensor = getattr(self, name)
         if isinstance(weight, FrozenWeight):
-            pack: PackedWeight = weight.pack_for(self.pack_specs()[name], f"{type(self).__name__}.{name}")
+            pack: Pack = weight.pack_for(self.pack_specs()[name], f"{type(self).__name__}.{name}")
             return pack
         return weight
 
@@ -77,7 +81,7 @@ class Packable(torch.nn.Module):
 class FrozenWeight(Tensor):
     """A parameter without values: shape, dtype and packs. Any operation on it raises PlanError."""
 
-    _packs: dict[PackSpec, PackedWeight]
+    _packs: dict[PackSpec, Pack]
     _original: Tensor | None  # carries the values, None after release
     _stamp: tuple[int, int | None]
     _trainable: bool
@@ -96,7 +100,7 @@ class FrozenWeight(Tensor):
 
     # Dynamo would guard what it reads here only in part, and a pack that a guard misses would be a stale one.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def pack_for(self, spec: PackSpec, name: str) -> PackedWeight:
+    def pack_for(self, spec: PackSpec, name: str) -> Pack:
         if self._original is not None and _stamp(self._original) != self._stamp:
             raise PlanError(f"{name} was written to while frozen; call tbik.unfreeze(module), then tbik.freeze again")
         pack = self._packs.get(spec)
@@ -181,7 +185,7 @@ def freeze(module: M, *, release: bool = False, allow_tied: bool = False) -> M:
                     f"freeze: {type(sub).__name__}.{name} is tied to {outside[id(weight)]}, which is no tbik weight. "
                     "freeze(module, allow_tied=True) packs its present values and leaves the other module the parameter"
                 )
-    packs: dict[int, dict[PackSpec, PackedWeight]] = {}  # by weight: a tied one may have several uses
+    packs: dict[int, dict[PackSpec, Pack]] = {}  # by weight: a tied one may have several uses
     for sub in packables:
         for name, spec in sub.pack_specs().items():
             weight = getattr(sub, name)
@@ -246,7 +250,7 @@ def _apply_if_not_released(module: torch.nn.Module, fn: Callable[..., Any], recu
     return type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
 
 
-def _install(module: Packable, name: str, packs: dict[PackSpec, PackedWeight], tied: bool) -> Callable[[], object]:
+def _install(module: Packable, name: str, packs: dict[PackSpec, Pack], tied: bool) -> Callable[[], object]:
     """Puts the packs in the weight's place; gives what undoes it."""
     weight: Tensor = module._parameters[name]  # type: ignore[assignment]
     if isinstance(weight, FrozenWeight):
@@ -302,8 +306,10 @@ def _require_module(where: str, module: object) -> None:
         raise PlanError(f"{where}: expected a torch.nn.Module, got {type(module).__name__}")
 
 
-def _pack(weight: Tensor, spec: PackSpec) -> PackedWeight:
+def _pack(weight: Tensor, spec: PackSpec) -> Pack:
     with torch.no_grad():
+        if weight.dim() == 3:
+            return PackedExperts(weight, spec.run, spec.plan, spec.compute_dtype)
         return pack_weight(
             weight, plan=spec.plan, compute_dtype=spec.compute_dtype, parallel=spec.parallel, run=spec.run
         )

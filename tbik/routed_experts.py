@@ -23,21 +23,35 @@ from tbik import _C
 from tbik.collectives import all_reduce
 from tbik.errors import PlanError
 from tbik.nn import Rows, _differentiable_once, _parameter, _require_plan, _Sharding, _sharding
-from tbik.ops.experts import Routing, experts_backward, experts_cover, route, route_backward
+from tbik.ops.experts import (
+    PackedExperts,
+    Routing,
+    experts_backward,
+    experts_cover,
+    packed_experts_cover,
+    route,
+    route_backward,
+)
 from tbik.ops.linear import CoverRun, _is_int, _run_schedule, linear, linear_dw, linear_dx, require_layer
+from tbik.packing import Packable, PackSpec
 from tbik.plan import Run, TreePlan
 
 
-class _Held(torch.nn.Module):
-    """Parameters under the names that a checkpoint has for them."""
+class _Held(Packable):
+    """Parameters under the names that a checkpoint has for them, and the leaves of the axis each is multiplied over."""
 
-    def __init__(self, **parameters: Tensor) -> None:
+    def __init__(self, plan: TreePlan, compute_dtype: torch.dtype | None, **held: tuple[Tensor, CoverRun]) -> None:
         super().__init__()
-        for name, value in parameters.items():
+        self.plan, self.compute_dtype = plan, compute_dtype
+        self.runs = {name: run for name, (_, run) in held.items()}
+        for name, (value, _) in held.items():
             self.register_parameter(name, _parameter(value))
 
-    def __getitem__(self, name: str) -> torch.nn.Parameter:
-        return self.get_parameter(name)
+    def pack_specs(self) -> dict[str, PackSpec]:
+        return {
+            name: PackSpec(self.plan, self.compute_dtype or getattr(self, name).dtype, None, run)
+            for name, run in self.runs.items()
+        }
 
 
 class RoutedExperts(torch.nn.Module):
@@ -92,8 +106,9 @@ class RoutedExperts(torch.nn.Module):
             normalize,
             compute_dtype,
         )
-        self.gate = _Held(weight=router)
-        self.experts = _Held(gate_up_proj=gate_up, down_proj=down)
+        whole, run = CoverRun(hidden, 0, plan.leaves), CoverRun(intermediate, *self.sharding.run)
+        self.gate = _Held(plan, compute_dtype, weight=(router, whole))
+        self.experts = _Held(plan, compute_dtype, gate_up_proj=(gate_up, whole), down_proj=(down, run))
 
     @staticmethod
     def columns(intermediate: int, sharding: _Sharding) -> list[Rows]:
@@ -103,16 +118,14 @@ class RoutedExperts(torch.nn.Module):
 
     def forward(self, x: Tensor, sample_offsets: Sequence[int] | None = None) -> Tensor:
         """x [T, H], the same on every rank -> alike. sample_offsets as in ops.linear, for the gradients."""
-        router, gate_up, down = self.gate["weight"], self.experts["gate_up_proj"], self.experts["down_proj"]
-        call = _Call(
-            self.sharding,
-            CoverRun(self.intermediate, *self.sharding.run),
-            self.slots,
-            self.normalize,
-            router.dtype if self.compute_dtype is None else self.compute_dtype,
-            [0, x.shape[0]] if sample_offsets is None else list(sample_offsets),
-        )
-        y: Tensor = _routed(call, x, router, gate_up, down)
+        router = self.gate.weight_of("weight")
+        gate_up, down = (self.experts.weight_of(name) for name in ("gate_up_proj", "down_proj"))
+        compute = self.gate.weight.dtype if self.compute_dtype is None else self.compute_dtype
+        run = CoverRun(self.intermediate, *self.sharding.run)
+        samples = [0, x.shape[0]] if sample_offsets is None else list(sample_offsets)
+        call = _Call(self.sharding, run, self.slots, self.normalize, compute, samples)
+        packed = [isinstance(w, Tensor) for w in (router, gate_up, down)].count(False)
+        y: Tensor = (_routed_by_packs if packed else _routed)(call, x, router, gate_up, down)
         return y
 
     def extra_repr(self) -> str:
@@ -138,18 +151,39 @@ def _routed(call: _Call, x: Tensor, router: Tensor, gate_up: Tensor, down: Tenso
     return y
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _routed_by_packs(call: _Call, x: Tensor, router: Any, gate_up: Any, down: Any) -> Tensor:
+    """Frozen: the bits of _Routed.forward; PlanError where a gradient would be wanted."""
+    _, routing = _choose(call, x, router)
+    if isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts):
+        return _sum(call, x, packed_experts_cover(x, routing, gate_up, down))
+    if torch.is_grad_enabled() and (x.requires_grad or gate_up.requires_grad or down.requires_grad):
+        raise PlanError("RoutedExperts: the router is frozen, so there is no backward; tbik.unfreeze(module) to train")
+    cover = experts_cover(x, routing, gate_up, down, call.run, plan=call.plan, compute_dtype=call.compute)
+    return _sum(call, x, cover)
+
+
+def _choose(call: _Call, x: Tensor, router: Any) -> tuple[Tensor, Routing]:
+    logits = linear(x, router, plan=call.plan, compute_dtype=call.compute, out_dtype=torch.float32)
+    return logits, route(logits, call.slots, normalize=call.normalize)
+
+
+def _sum(call: _Call, x: Tensor, cover: Tensor) -> Tensor:
+    sharding = call.sharding
+    y: Tensor = all_reduce(
+        sharding.cover(cover), sharding.group, plan=call.plan, runs=sharding.runs, wire=True, out_dtype=x.dtype
+    )
+    return y
+
+
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        logits = linear(x, router, plan=call.plan, compute_dtype=call.compute, out_dtype=torch.float32)
-        routing = route(logits, call.slots, normalize=call.normalize)
+        logits, routing = _choose(call, x, router)
         cover = experts_cover(x, routing, gate_up, down, call.run, plan=call.plan, compute_dtype=call.compute)
         ctx.call = call
         ctx.save_for_backward(x, router, gate_up, down, logits, *routing)
-        sharding = call.sharding
-        y = all_reduce(
-            sharding.cover(cover), sharding.group, plan=call.plan, runs=sharding.runs, wire=True, out_dtype=x.dtype
-        )
+        y = _sum(call, x, cover)
         # not a view: autograd forbids in-place edits of a view that a Function returns
         return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
 

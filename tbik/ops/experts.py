@@ -31,6 +31,7 @@ from tbik.ops.linear import (
     _cuts,
     _fake,
     _local_cuts,
+    _name,
     _num_nodes,
     _operator,
     _plan_key,
@@ -130,6 +131,68 @@ def experts_cover(
     compute = require_experts(where, x, routing, gate_up, down, plan, compute_dtype, run)
     cover: Tensor = _experts_cover(x, *routing, gate_up, down, key, compute, *run)
     return cover
+
+
+class PackedExperts:
+    """The matrices W[e] [N, k] of a stack [E, N, k], each packed once for the leaves of `run`: values of that moment.
+
+    As ops.linear.PackedWeight: it has no backward, and who hands it out must see to it that it is not stale.
+    """
+
+    def __init__(self, w: Tensor, run: CoverRun, plan: TreePlan, compute_dtype: torch.dtype) -> None:
+        where = "ops.PackedExperts"
+        _plan_key(where, plan)
+        _require_dense(where, "w", w)
+        _require_compute(where, compute_dtype, plan)
+        _require_weight_dtype(where, "w", w.dtype, compute_dtype)
+        if w.dim() != 3 or plan.acc_dtype != "float32":
+            raise PlanError(
+                f"{where}: expected a stack [E, N, k] and a plan that accumulates in float32, got {_shape(w)} and "
+                f"{plan.acc_dtype}"
+            )
+        _require_run(where, plan, run, "w", w.shape[2])
+        self.plan, self.run, self.compute_dtype = plan, run, compute_dtype
+        self.shape, self.trainable, self.cuts = w.shape, w.requires_grad, _local_cuts(plan, run)
+        self.packs = [_C.pack([of], False, [self.cuts], _name(compute_dtype)) for of in w.detach().resolve_neg()]
+        self.nbytes = sum(int(pack.nbytes) for pack in self.packs)
+
+    def __repr__(self) -> str:
+        return f"PackedExperts({list(self.shape)}, {self.compute_dtype}, {self.nbytes} bytes)"
+
+    def __deepcopy__(self, memo: object) -> PackedExperts:
+        return self  # immutable
+
+
+def packed_experts_cover(x: Tensor, routing: Routing, gate_up: PackedExperts, down: PackedExperts) -> Tensor:
+    """`experts_cover` by packs, of the run that `down` was packed for -> fp32 [C, T, H]. Same bits; no gradient.
+
+    Errors: PlanError where a gradient would be wanted. Layout-invariant (tests/test_experts.py).
+    """
+    where = "ops.packed_experts_cover"
+    if torch.is_grad_enabled() and (x.requires_grad or gate_up.trainable or down.trainable):
+        raise PlanError(
+            f"{where}: packed (frozen) experts have no backward, and x or a weight requires grad; use "
+            "torch.no_grad() to infer, or the weights themselves (tbik.unfreeze(module)) to train"
+        )
+    _require_dense(where, "x", x)
+    _require_routing(where, x, routing, down.shape[0])
+    plan, run, compute = down.plan, down.run, down.compute_dtype
+    made, hidden = (gate_up.plan, gate_up.compute_dtype, *gate_up.shape), down.shape[1]
+    wanted = (plan, compute, down.shape[0], 2 * down.shape[2], hidden)
+    if made != wanted or x.dtype != compute or x.dim() != 2 or x.shape[1] != hidden:
+        raise PlanError(
+            f"{where}: expected x [T, {hidden}] in {compute} and gate_up packed for (plan, compute_dtype, E, 2i, H) = "
+            f"{wanted}, got {x.dtype} {_shape(x)} and {made}"
+        )
+    # a token's bits ignore the others, so that the leaves of all slots are held for some tokens at a time
+    each = max(1, SCRATCH_BYTES // max(1, 4 * (run.hi - run.lo) * routing.ids.shape[1] * hidden))
+    if x.shape[0] <= each:
+        return _forward(x, routing, gate_up, down, run, plan, compute, False, torch.float32)
+    parts = [
+        _forward(some, Routing(weights, ids), gate_up, down, run, plan, compute, False, torch.float32)
+        for some, weights, ids in zip(x.split(each), routing.weights.split(each), routing.ids.split(each), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
 
 
 class ExpertGradients(NamedTuple):
@@ -344,21 +407,40 @@ class _Pairs(NamedTuple):
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-def _gate_up(x_PH: Tensor, pairs: _Pairs, gate_up: Tensor, plan: TreePlan, compute: torch.dtype) -> Tensor:
+Weights = Tensor | PackedExperts
+
+
+def _gate_up(x_PH: Tensor, pairs: _Pairs, gate_up: Weights, plan: TreePlan, compute: torch.dtype) -> Tensor:
     """[P, 2i] in compute: gate before up, each the root over H, rounded once."""
     whole = _run_schedule(0, plan.leaves, plan.leaves, True, False)
     cuts = [_cuts(plan, x_PH.shape[1])]
     out = torch.empty(len(pairs.token), gate_up.shape[1], dtype=compute)
     for expert, rows in pairs.each():
-        out[rows] = _contract([x_PH[rows]], [gate_up[expert]], cuts, whole, compute, compute)
+        out[rows] = _by_expert(x_PH[rows], gate_up, expert, slice(None), cuts, whole, compute, compute)
     return out
+
+
+def _by_expert(
+    x: Tensor,
+    w: Weights,
+    expert: int,
+    columns: slice,
+    cuts: list[list[int]],
+    schedule: _C.Schedule,
+    compute: torch.dtype,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x W[expert][:, columns]^T; a pack is of all columns."""
+    if isinstance(w, PackedExperts):
+        return _contract([x], w.packs[expert], cuts, schedule, compute, out_dtype, n=w.shape[1])
+    return _contract([x], [w[expert][:, columns]], cuts, schedule, compute, out_dtype)
 
 
 def _forward(
     x: Tensor,
     routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weights,
+    down: Weights,
     run: CoverRun,
     plan: TreePlan,
     compute: torch.dtype,
@@ -376,12 +458,13 @@ def _forward(
         columns = slice(inner[leaf], inner[end])
         values = torch.empty(end - leaf, len(pairs.token), x.shape[1], dtype=torch.float32)
         for expert, rows in pairs.each():
-            values[:, rows] = _contract(
-                [h_Pi[rows, columns]], [down[expert][:, columns]], [cuts], _apart(end - leaf), compute, torch.float32
+            values[:, rows] = _by_expert(
+                h_Pi[rows, columns], down, expert, columns, [cuts], _apart(end - leaf), compute, torch.float32
             )
         return _C.combine_slots(values, pairs.rows, routing.weights)
 
-    return _fold_parts(part, pairs, x.shape[1], run, plan, to_root, _rounds(plan, True), out_dtype)
+    at_once = run.hi - run.lo if isinstance(down, PackedExperts) else None
+    return _fold_parts(part, pairs, x.shape[1], run, plan, to_root, _rounds(plan, True), out_dtype, at_once)
 
 
 def _fold_parts(
@@ -393,12 +476,17 @@ def _fold_parts(
     to_root: bool,
     rounds: bool,
     out_dtype: torch.dtype,
+    at_once: int | None = None,
 ) -> Tensor:
-    """The tree over the leaves [lo, hi) that part(leaf, end), counted from lo, gives as [end - leaf, T, hidden]."""
+    """The tree over the leaves [lo, hi) that part(leaf, end), counted from lo, gives as [end - leaf, T, hidden].
+
+    at_once: leaves of a part; by default as many as SCRATCH_BYTES hold.
+    """
     count = run.hi - run.lo
     if not count:
         return torch.zeros(0, pairs.num_tokens, hidden, dtype=torch.float32)
-    at_once = max(1, min(count, SCRATCH_BYTES // max(1, 4 * len(pairs.token) * hidden)))
+    if at_once is None:
+        at_once = max(1, min(count, SCRATCH_BYTES // max(1, 4 * len(pairs.token) * hidden)))
     parts = [part(leaf, min(leaf + at_once, count)) for leaf in range(0, count, at_once)]
     leaves = [leaf for some in parts for leaf in some]
     schedule = _run_schedule(run.lo, run.hi, plan.leaves, to_root, rounds)
@@ -468,13 +556,6 @@ def require_experts(
             f"{where}: expected x [T, H] in compute_dtype {compute} and a plan that accumulates in float32, got "
             f"{x.dtype} {_shape(x)} and {plan.acc_dtype}"
         )
-    weights, ids = routing
-    shape = (x.shape[0], ids.shape[-1])
-    if ids.dtype != torch.int64 or weights.dtype != torch.float32 or not ids.shape == weights.shape == shape:
-        raise PlanError(
-            f"{where}: expected fp32 weights and int64 ids [T, slots] for {x.shape[0]} tokens, got {weights.dtype} "
-            f"{_shape(weights)} and {ids.dtype} {_shape(ids)}"
-        )
     for name, w in (("gate_up", gate_up), ("down", down)):
         _require_dense(where, name, w)
         _require_same_device(where, "x", x, name, w)
@@ -487,6 +568,17 @@ def require_experts(
         )
     if run is not None:
         _require_run(where, plan, run, "down", inner)
-    if ids.device.type != "meta" and ids.numel() and not bool(((ids >= -1) & (ids < down.shape[0])).all()):
-        raise PlanError(f"{where}: ids are experts 0..{down.shape[0] - 1}, or -1 for a slot that is not there")
+    _require_routing(where, x, routing, down.shape[0])
     return compute
+
+
+def _require_routing(where: str, x: Tensor, routing: Routing, num_experts: int) -> None:
+    weights, ids = routing
+    shape = (x.shape[0], ids.shape[-1])
+    if ids.dtype != torch.int64 or weights.dtype != torch.float32 or not ids.shape == weights.shape == shape:
+        raise PlanError(
+            f"{where}: expected fp32 weights and int64 ids [T, slots] for {x.shape[0]} tokens, got {weights.dtype} "
+            f"{_shape(weights)} and {ids.dtype} {_shape(ids)}"
+        )
+    if ids.device.type != "meta" and ids.numel() and not bool(((ids >= -1) & (ids < num_experts)).all()):
+        raise PlanError(f"{where}: ids are experts 0..{num_experts - 1}, or -1 for a slot that is not there")
