@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,36 @@ def test_verify_generate_with_left_padding(kind: str) -> None:
         assert_bitwise_equal(torch.cat(list(alone.logits)), full, "decode = prefill")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"do_sample": True, "num_return_sequences": 2, "temperature": 0.7},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_verify_generate_with_and_without_a_cache(options: dict[str, Any]) -> None:
+    """Beams, several sequences of a prompt, sampling: the tokens that a whole pass at every step gives, padded left."""
+    model = tbik.parallelize(stock("mistral"), plan=PLAN, compute_dtype=torch.bfloat16).eval()
+    arguments = batch_of().padded("left", pad_token_id=5)
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        tokens = model.generate(
+            arguments["input_ids"],
+            attention_mask=arguments["attention_mask"],
+            max_new_tokens=7,
+            pad_token_id=5,
+            eos_token_id=None,
+            use_cache=use_cache,
+            **options,
+        )
+        found.append(tokens.tolist())
+    assert found[0] == found[1]
+
+
 def test_verify_right_padding_with_a_cache() -> None:
     """A chunk after a right-padded prompt: slots with padding between them."""
     model = tbik.parallelize(stock("llama"), plan=PLAN)
@@ -293,6 +324,22 @@ def generate_on_rank(group: dist.ProcessGroup, folder: str) -> list[list[int]]:
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def digest_on_rank(group: dist.ProcessGroup, kind: str) -> int:
+    model = tbik.parallelize(stock(kind), group, PLAN)
+    if group.size() > 1:
+        with pytest.raises(PlanError):
+            tbik.fingerprint(model)  # a shard alone has no digest
+    return tbik.fingerprint(model, group)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3_moe"])
+def test_verify_digest_is_that_of_the_stock_model(pool: Pool, kind: str) -> None:
+    expected = tbik.fingerprint(stock(kind))
+    assert tbik.fingerprint(tbik.parallelize(stock(kind), plan=PLAN)) == expected
+    assert pool.run(digest_on_rank, 3, kind, deadline=240) == [expected] * 3
 
 
 def save_from_rank(group: dist.ProcessGroup, source: str, target: str) -> tuple[int, int]:
@@ -501,6 +548,114 @@ def test_verify_gradient_tree_over_micro_steps(kind: str, dtype: torch.dtype) ->
         assert_bits_differ(plain, expected["model.embed_tokens.weight"], "plain accumulation")
 
 
+def tree_over(values: list[Tensor]) -> Tensor:
+    return (values[0] + values[1]) + (values[2] + values[3])
+
+
+def test_verify_wrong_forms_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control, whole model: each shortcut changes the digest of these very gradients."""
+    from tbik import nn, ops
+
+    def model_of() -> Any:
+        return tbik.parallelize(stock("qwen3-tied"), plan=PLAN, compute_dtype=torch.bfloat16).train()
+
+    def gradients(model: Any, micro_steps: int) -> dict[str, Tensor]:
+        with tbik.GradientTree(model, samples_per_step=4, micro_steps=micro_steps, plan=PLAN) as tree:
+            for _ in range(micro_steps):
+                with tree.micro_step() as step:
+                    step.backward(model(**batch_of(step.samples).packed()).loss)
+        tree.close()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    model = model_of()
+    right = gradients(model, 1)
+    expected = tbik.fingerprint(right)
+    assert tbik.fingerprint(gradients(model_of(), 4)) == expected
+    steps = [train_step(model, batch_of(range(s, s + 1)).packed()) for s in range(4)]
+    places = {part.parameter: name for name, part in model.tbik_parts.items() if name != "lm_head.weight"}
+    alone = {name: [step[places[name]] for step in steps] for name in right}
+    tied = "model.embed_tokens.weight"
+    for name, values in alone.items():  # the folds below are of the right leaves
+        if name != tied:
+            assert_bitwise_equal(tree_over(values), right[name], name)
+
+    def digest_with(wrong: dict[str, Tensor]) -> int:
+        return tbik.fingerprint({**right, **wrong})
+
+    assert digest_with({tied: tree_over(alone[tied])}) != expected, "uses of a tied weight added per micro-batch"
+    rest = {name: values for name, values in alone.items() if name != tied}
+    rounded = {name: tree_over([value.bfloat16().float() for value in values]) for name, values in rest.items()}
+    assert digest_with(rounded) != expected, "rounded per micro-batch of one sample"
+    pairs = {name: (v[0] + v[1]).bfloat16().float() + (v[2] + v[3]).bfloat16().float() for name, v in rest.items()}
+    assert digest_with(pairs) not in (expected, digest_with(rounded)), "rounded per micro-batch of two"
+    running = {name: ((v[0] + v[1]) + v[2]) + v[3] for name, v in rest.items()}
+    assert digest_with(running) != expected, "one micro-batch after the other"
+
+    def apart(self: Any, x: Tensor, sample_offsets: Any = None) -> list[Tensor]:
+        members = [(getattr(self, w), getattr(self, b)) for w, b in zip(self.weight_names, self.bias_names)]
+        options = {"plan": PLAN, "compute_dtype": self.compute_dtype, "sample_offsets": sample_offsets}
+        return [ops.linear(x, weight, bias, **options) for weight, bias in members]
+
+    loss = model(**batch_of().packed()).loss
+    monkeypatch.setattr(nn.ColumnParallelGroup, "forward", apart)
+    assert_bitwise_equal(model(**batch_of().packed()).loss, loss, "the forward has no fan-in")
+    assert tbik.fingerprint(gradients(model_of(), 1)) != expected, "autograd's fan-in of dX"
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3_moe"])
+def test_verify_a_micro_batch_of_nothing(kind: str) -> None:
+    """A micro-step whose samples have no token brings +0, as the same samples do beside others."""
+    from tbik.huggingface.rows import SampleBatch
+
+    empty = torch.empty(0, dtype=torch.int64)
+    ids = [sample_ids()[0], empty, sample_ids()[2], empty]
+    total = SampleBatch(ids).num_targets
+    found: list[dict[str, Tensor]] = []
+    for micro_steps, form in ((1, "packed"), (4, "packed"), (4, "left")):
+        model = tbik.parallelize(stock(kind), plan=PLAN).train()
+        with tbik.GradientTree(model, samples_per_step=4, micro_steps=micro_steps, plan=PLAN) as tree:
+            for _ in range(micro_steps):
+                with tree.micro_step() as step:
+                    batch = SampleBatch([ids[s] for s in step.samples], total_tokens=total)
+                    loss = model(**(batch.packed() if form == "packed" else batch.padded(form))).loss
+                    step.backward(loss)
+        assert micro_steps == 1 or float(loss.detach()) == 0.0
+        tree.close()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert_bitwise_equal(other[name], value, name)
+    model.eval()
+    zeros = torch.zeros(2, 3, dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(zeros, attention_mask=zeros).logits
+    assert logits.shape == (2, 3, SIZES["vocab_size"]) and not logits.any()
+
+
+def test_verify_parameters_without_gradients() -> None:
+    """requires_grad=False: the others have the bits they have beside it, alone and in a GradientTree."""
+    expected = train_step(tbik.parallelize(stock("qwen2"), plan=PLAN), batch_of().packed())
+    off = ("embed_tokens", "layers.0.", "k_proj", "norm.weight")
+    reference = stock("qwen2")
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in off))
+    model = tbik.parallelize(reference, plan=PLAN).train()
+    with tbik.GradientTree(model, samples_per_step=4, micro_steps=2, plan=PLAN) as tree:
+        for _ in range(2):
+            with tree.micro_step() as step:
+                step.backward(model(**batch_of(step.samples).packed()).loss)
+    trained = 0
+    for name, part in model.tbik_parts.items():
+        parameter = model.get_parameter(part.parameter)
+        assert parameter.requires_grad == (not any(piece in name for piece in off)), name
+        if parameter.requires_grad:
+            trained += 1
+            assert_bitwise_equal(parameter.grad, expected[name], name)
+        else:
+            assert parameter.grad is None
+    assert 8 < trained < len(model.tbik_parts)
+
+
 def test_verify_empty_samples_are_leaves() -> None:
     """A sample without tokens changes no gradient but the tree's shape: [a, nothing] = [a]."""
     from tbik.huggingface.rows import SampleBatch
@@ -514,16 +669,64 @@ def test_verify_empty_samples_are_leaves() -> None:
                 assert_bitwise_equal(value, expected[name], name)
 
 
-def test_verify_frozen_model() -> None:
-    """freeze packs every linear; the bits stay."""
-    model = tbik.parallelize(stock("qwen3"), plan=PLAN, compute_dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_moe-plain"])
+@pytest.mark.parametrize("release", [False, True])
+def test_verify_frozen_model(kind: str, release: bool) -> None:
+    """freeze packs every linear, experts included; the bits stay, and training is refused."""
+    from tbik.packing import FrozenWeight
+
+    model = tbik.parallelize(stock(kind), plan=PLAN, compute_dtype=torch.bfloat16)
     expected = generate(model)
     ids = sample_ids()[2][None]
     with torch.no_grad():
         before = model(ids).logits
-        tbik.freeze(model)
+        tbik.freeze(model, release=release)
         assert_bitwise_equal(model(ids).logits, before, "frozen")
+    live = [name for name, p in model.named_parameters() if not isinstance(p, FrozenWeight)]
+    assert all("norm" in name or "embed" in name for name in live), live
     assert generate(model) == expected
+    with pytest.raises(PlanError, match="frozen"):
+        model(ids)
+    if not release:
+        found = train_step(tbik.unfreeze(model), batch_of().packed())
+        again = train_step(tbik.parallelize(stock(kind), plan=PLAN, compute_dtype=torch.bfloat16), batch_of().packed())
+        for name, value in again.items():
+            assert_bitwise_equal(found[name], value, f"{name}, thawed")
+
+
+def frozen_on_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    model = tbik.parallelize(stock("qwen3_moe"), group, PLAN).eval()
+    ids = sample_ids()[2][None]
+    with torch.no_grad():
+        before = model(ids).logits
+        return before, tbik.freeze(model, release=True)(ids).logits
+
+
+@pytest.mark.multiprocess
+def test_verify_frozen_experts_on_ranks(pool: Pool) -> None:
+    for before, after in pool.run(frozen_on_rank, 3, deadline=240):
+        assert_bitwise_equal(after, before, "frozen")
+
+
+def test_verify_the_config_is_not_shared() -> None:
+    """A plan belongs to a model: another model of the same config object, made before or after, has its own."""
+    first, second = stock("llama"), stock("llama")
+    second.config = second.model.config = shared = first.config
+    tbik.parallelize(first, plan=PLAN)
+    assert getattr(shared, "tbik_plan", None) is None and second.config is shared
+    other = tbik.parallelize(second, plan=TreePlan(leaves=6))
+    assert first.config.tbik_plan == PLAN.key() == first.model.config.tbik_plan
+    assert other.config.tbik_plan == TreePlan(leaves=6).key()
+
+
+def test_verify_pickled_and_copied_models() -> None:
+    model = tbik.parallelize(stock("gemma3"), plan=PLAN).eval()
+    ids = sample_ids()[2][None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert type(other) is type(model)
+            assert_bitwise_equal(other(ids).logits, expected, "a copy")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -569,6 +772,18 @@ def _parametrized() -> Any:
     return model
 
 
+def _shared_weight() -> Any:
+    model = stock("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return model
+
+
+def _shared_layer() -> Any:
+    model = stock("llama")
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
 def _some_dense() -> Any:
     model = stock("qwen3_moe")
     model.config.mlp_only_layers = [1]
@@ -591,6 +806,10 @@ def _longrope() -> Any:
         (_parametrized, "parametrized layers"),
         (_gradient_hooked, "gradient hooks"),
         (_longrope, "rope_type 'dynamic'"),
+        (_shared_weight, r"up_proj\.weight are one parameter"),
+        (_shared_layer, "are one parameter"),
+        (lambda: _configured(num_hidden_layers=5), "has 2 layers, the config says 5"),
+        (lambda: _configured(tbik_plan="garbage"), "got 'garbage'"),
         (lambda: _configured(attention_dropout=1.5), "attention_dropout is a number within"),
         (_some_dense, "some layers have a dense MLP"),
         (lambda: _configured(final_logit_softcapping=30.0), "final_logit_softcapping = 30.0"),
@@ -631,25 +850,96 @@ def test_verify_calls_that_are_refused() -> None:
     model = tbik.parallelize(stock("llama"), plan=PLAN)
     arguments = batch_of().padded("left", pad_token_id=5)
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    one, positions = ids[:1], torch.arange(ids.shape[1])[None]
+    hidden = torch.zeros(*ids.shape, SIZES["hidden_size"])
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input_ids": ids, "output_hidden_states": True}, "output_hidden_states"),
         ({"input_ids": ids, "attention_mask": mask[:, None, None]}, "attention_mask is"),
+        ({"input_ids": ids, "attention_mask": mask.tolist()}, "attention_mask is"),
         ({"input_ids": ids, "attention_mask": mask * 2}, "0 and 1 only"),
-        ({"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] + 1}, "position_ids"),
+        ({"input_ids": ids, "attention_mask": mask * torch.nan}, "0 and 1 only"),
+        ({"input_ids": ids, "position_ids": positions + 1}, "position_ids"),
+        ({"input_ids": ids, "position_ids": positions.expand(3, -1)}, "position_ids are"),
+        ({"input_ids": ids, "position_ids": positions[0]}, "position_ids are"),
+        ({"input_ids": ids, "position_ids": positions.float()}, "position_ids: expected an integer tensor"),
+        ({"input_ids": ids, "position_ids": positions.tolist()}, "position_ids: expected an integer tensor"),
         ({"input_ids": ids, "use_cache": True}, "cache has no backward"),
         ({"input_ids": ids, "sample_offsets": [0, 3]}, "sample_offsets"),
+        ({"input_ids": one, "sample_offsets": [0, 3.5, one.shape[1]]}, "sample_offsets: a list of integers"),
+        ({"input_ids": one, "sample_offsets": "03"}, "sample_offsets: a list of integers"),
+        ({"input_ids": one, "sample_offsets": []}, "sample_offsets: ascend"),
         ({"input_ids": ids, "attention_mask": mask, "labels": ids}, "stands at padding"),
+        ({"input_ids": ids, "labels": ids[:, 1:]}, "labels: expected"),
+        ({"input_ids": ids, "labels": ids[0]}, "labels: expected"),
+        ({"input_ids": ids, "labels": ids.float()}, "labels: expected an integer tensor"),
+        ({"input_ids": ids, "labels": ids.tolist()}, "labels: expected an integer tensor"),
+        ({"input_ids": ids, "labels": ids + 1000}, "outside the vocabulary"),
         ({"input_ids": ids, "logits_to_keep": 1}, "logits_to_keep"),
-        ({"input_ids": ids[:1], "labels": torch.full_like(ids[:1], -100)}, "number of targets"),
+        ({"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep is a number >= 0"),
+        ({"input_ids": ids, "logits_to_keep": True}, "logits_to_keep is a number >= 0"),
+        ({"input_ids": ids, "logits_to_keep": torch.tensor([99])}, "logits_to_keep lists columns"),
+        ({"input_ids": ids, "logits_to_keep": torch.ones(3)}, "logits_to_keep lists columns"),
+        ({"input_ids": one, "labels": torch.full_like(one, -100)}, "number of targets"),
+        *(
+            ({"input_ids": one, "labels": one, "num_items_in_batch": number}, "number of targets")
+            for number in (0, -3, True, 2.5, torch.nan, "7", torch.tensor([2, 3]))
+        ),
+        ({"input_ids": ids[:0]}, "of one row at least"),
+        ({"input_ids": ids[:, :0]}, "of one token at least"),
+        ({"input_ids": ids.float()}, "expected input_ids int64 or int32"),
+        ({"input_ids": ids[0]}, "expected input_ids int64 or int32"),
+        ({"input_ids": ids.tolist()}, "expected input_ids int64 or int32"),
+        ({"input_ids": ids + 1000}, "input_ids are numbers within"),
+        ({"input_ids": -ids}, "input_ids are numbers within"),
+        ({"input_ids": ids, "inputs_embeds": hidden}, "expected input_ids or inputs_embeds"),
+        ({"inputs_embeds": hidden[..., 1:]}, "expected inputs_embeds"),
+        ({"inputs_embeds": hidden.bfloat16()}, "expected inputs_embeds"),
     ]
     for call, match in cases:
         with pytest.raises(PlanError, match=match):
             model(**call)
+    for unwanted in (model.set_input_embeddings, model.set_output_embeddings):
+        with pytest.raises(PlanError, match="in shards"):
+            unwanted(torch.nn.Embedding(3, 3))
     with pytest.raises(PlanError, match="resize"):
         model.resize_token_embeddings(200)
     with torch.no_grad():
         ones = model(ids, attention_mask=torch.ones_like(mask)).logits
         assert_bitwise_equal(model(ids).logits, ones, "a mask of ones is no mask")
+
+
+def test_verify_caches_that_are_refused() -> None:
+    """A cache of another batch, model or dtype, one with padding and no mask, rows of nothing."""
+    from transformers import DynamicCache, StaticCache
+
+    model = tbik.parallelize(stock("llama"), plan=PLAN).eval()
+    arguments = batch_of().padded("left", pad_token_id=5)
+    ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    more = torch.ones(len(ids), 1, dtype=torch.int64)
+
+    def cache(**others: Any) -> Any:
+        return model(ids, use_cache=True, **others).past_key_values
+
+    def filled(heads: int, dtype: torch.dtype) -> DynamicCache:
+        found = DynamicCache()
+        for layer in range(SIZES["num_hidden_layers"]):
+            keys = torch.zeros(len(ids), heads, 2, SIZES["head_dim"], dtype=dtype)
+            found.update(keys, keys, layer)
+        return found
+
+    with torch.no_grad():
+        assert model(more, past_key_values=cache()).logits.shape[1] == 1
+        for call, match in (
+            (lambda: model(more[:1], past_key_values=cache()), "this call needs"),
+            (lambda: model(more, past_key_values=filled(1, torch.float32)), "this call needs"),
+            (lambda: model(more, past_key_values=filled(3, torch.bfloat16)), "this call needs"),
+            (lambda: model(more, past_key_values=cache(attention_mask=mask)), "the cache holds padding"),
+            (lambda: model(more, past_key_values=StaticCache(config=model.config, max_cache_len=9)), "StaticCache"),
+            (lambda: cache(attention_mask=torch.zeros_like(mask)), "have no token"),
+            (lambda: cache(sample_offsets=[0, 3, ids.numel()]), "packed rows have no cache"),
+        ):
+            with pytest.raises(PlanError, match=match):
+                call()
 
 
 def test_verify_default_plan_ignores_the_layout() -> None:

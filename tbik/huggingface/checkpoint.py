@@ -74,10 +74,11 @@ def whole(model: torch.nn.Module, name: str, *, gradient: bool = False) -> Tenso
     return result
 
 
-def save_checkpoint(model: torch.nn.Module, folder: Path | str) -> None:
+def save_checkpoint(model: torch.nn.Module, folder: Path | str, *, write: bool = True) -> None:
     """config.json (with tbik_plan), generation_config.json and model*.safetensors, as stock transformers reads them.
 
-    All ranks call it; rank 0 writes. Every rank holds one whole tensor at a time. lm_head is left out if it is tied.
+    All ranks call it; rank 0 writes, unless `write` is False (another replica does). Every rank holds one whole tensor
+    at a time. lm_head is left out if it is tied.
     """
     from safetensors.torch import save_file
 
@@ -96,23 +97,26 @@ def save_checkpoint(model: torch.nn.Module, folder: Path | str) -> None:
         files[-1].append(name)
         size += nbytes
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"save_pretrained: expected a folder, found a file: {folder}")
     weight_map: dict[str, str] = {}
     total = 0
-    if setting.rank == 0:
+    writes = write and setting.rank == 0
+    if writes:
         folder.mkdir(parents=True, exist_ok=True)
     for number, members in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         tensors = {}
         for name in members:
             value = whole(model, name)
-            if setting.rank == 0:
+            if writes:
                 total += value.nbytes
                 for stored, tensor in _as_stored(name, value, parts[name]):
                     tensors[stored] = tensor
                     weight_map[stored] = file
-        if setting.rank == 0:
+        if writes:
             save_file(tensors, str(folder / file), metadata={"format": "pt"})
-    if setting.rank:
+    if not writes:
         return
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from tbik import ops
 from tbik.collectives import all_gather_bytes, all_reduce
 from tbik.errors import PlanError
-from tbik.gradients import use
+from tbik.gradients import upstream, use
 from tbik.head_parallel import HeadOptions, Heads, head_attention, normed_and_turned
 from tbik.huggingface.rows import Rows, rows_of
 from tbik.nn import ColumnParallelGroup, RowParallelLinear, _differentiable_once
@@ -63,6 +63,14 @@ class Setting:
 
     def __deepcopy__(self, memo: Any) -> Setting:
         return self  # immutable, and a process group has no copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.group is not None:
+            raise PlanError(
+                "a sharded model is not pickled, since its process group is this process's; save_pretrained writes a "
+                "checkpoint, state_dict() this rank's tensors"
+            )
+        return super().__reduce_ex__(protocol)
 
     def compute(self, weight: Tensor) -> torch.dtype:
         return weight.dtype if self.compute_dtype is None else self.compute_dtype
@@ -291,7 +299,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: Tensor, call: Pass) -> Tensor:
         heads, dim, samples = self.setting.heads, self.setting.shape.head_dim, call.rows.samples
-        q, k, v = (y.view(y.shape[0], -1, dim) for y in self.qkv_proj(x, samples))
+        q, k, v = (y.unflatten(1, (y.shape[1] // dim, dim)) for y in self.qkv_proj(x, samples))
         q_norm, k_norm = self.q_norm, self.k_norm
         sin, cos = call.tables[self.rope_kind]
         if call.cache is None:
@@ -301,7 +309,7 @@ class Attention(torch.nn.Module):
             q = normed_and_turned(q, q_norm, sin, cos, self.options)
             k = normed_and_turned(k, k_norm, sin, cos, self.options)
             out = self._with_cache(q, k, v, call, call.cache)
-        y: Tensor = self.o_proj(out.reshape(out.shape[0], -1), samples)
+        y: Tensor = self.o_proj(out.flatten(1), samples)
         return y
 
     def _dropout(self, call: Pass) -> ops.AttentionDropout | None:
@@ -447,17 +455,16 @@ class DecoderModel:
         if (input_ids is None) == (inputs_embeds is None):
             raise PlanError(f"{where}: expected input_ids or inputs_embeds")
         given: Tensor = input_ids if input_ids is not None else inputs_embeds  # type: ignore[assignment]
-        if given.dim() != (2 if input_ids is not None else 3):
-            raise PlanError(f"{where}: expected input_ids [B, T] or inputs_embeds [B, T, hidden], got {given.shape}")
+        self._require_input(where, given, ids=input_ids is not None)
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         cache = self._cache(where, past_key_values, use_cache, training)
         past = 0 if cache is None else cache.get_seq_length()
         rows = rows_of(given.shape[0], given.shape[1], past, attention_mask, position_ids, sample_offsets)
-        if cache is not None and len(rows.samples) != rows.batch + 1:
-            if use_cache or past_key_values is not None:
-                raise PlanError(f"{where}: packed rows have no cache; use_cache=False, or generate from a padded batch")
-            cache = None
+        if cache is not None:
+            cache = self._cache_of(where, cache, rows, wanted=bool(use_cache) or past_key_values is not None)
         packed = rows.pack(given)
+        if input_ids is not None:
+            self._require_ids(where, packed)
         x = packed if input_ids is None else model.embed_tokens(packed, rows.samples)
         tables = {
             kind: ops.rope_tables(rows.positions, of.inv_freq, scale=of.scale)
@@ -475,6 +482,57 @@ class DecoderModel:
             x, residual = layer(x, residual, call=call)
         y, _ = model.norm(x, residual, rows.samples)
         return y, rows, cache
+
+    def _require_input(self, where: str, given: Any, ids: bool) -> None:
+        hidden = self.setting.shape.hidden
+        if ids:
+            if not isinstance(given, Tensor) or given.dim() != 2 or given.dtype not in (torch.int64, torch.int32):
+                raise PlanError(f"{where}: expected input_ids int64 or int32 [B, T], got {_described(given)}")
+            return
+        compute = self.setting.compute(cast(Any, self).embed_tokens.weight)
+        if not isinstance(given, Tensor) or given.shape[2:] != (hidden,) or given.dtype != compute:
+            raise PlanError(f"{where}: expected inputs_embeds {compute} [B, T, {hidden}], got {_described(given)}")
+
+    def _require_ids(self, where: str, ids: Tensor) -> None:
+        vocabulary = self.setting.shape.vocab
+        wrong = ((ids < 0) | (ids >= vocabulary)).nonzero()[:, 0]
+        if len(wrong):
+            raise PlanError(
+                f"{where}: input_ids are numbers within [0, {vocabulary}), got {int(ids[wrong[0]])} as token "
+                f"{int(wrong[0])} of the call (padding not counted)"
+            )
+
+    def _cache_of(self, where: str, cache: Cache, rows: Rows, wanted: bool) -> Cache | None:
+        """The cache if it fits these rows; None if it was not asked for and cannot serve them."""
+        empty = [] if rows.live is None else (~rows.live.any(1)).nonzero()[:, 0].tolist()
+        reason = ""
+        if len(rows.samples) != rows.batch + 1:
+            reason = "packed rows have no cache; use_cache=False, or generate from a padded batch"
+        elif empty or not rows.width:
+            reason = f"rows {empty[:8]} have no token (attention_mask), and nothing can be generated from nothing"
+        if reason:
+            if wanted:
+                raise PlanError(f"{where}: {reason}")
+            return None
+        setting = self.setting
+        heads = setting.layout.kv_heads[setting.rank]
+        compute = setting.compute(cast(Any, self).embed_tokens.weight)
+        expected = (rows.batch, heads[1] - heads[0], rows.past, setting.shape.head_dim)
+        for index, layer in enumerate(cache.layers):
+            keys: Any = layer.keys
+            if rows.past and (tuple(keys.shape) != expected or keys.dtype != compute):
+                raise PlanError(
+                    f"{where}: layer {index} of the cache holds keys {keys.dtype} {list(keys.shape)}, this call needs "
+                    f"{compute} {list(expected)} (B, KV heads of this rank, cached tokens, head_dim)"
+                )
+        if rows.live is not None:
+            cache.tbik_has_padding = True  # type: ignore[attr-defined]
+        elif rows.past and getattr(cache, "tbik_has_padding", False):
+            raise PlanError(
+                f"{where}: the cache holds padding, and without attention_mask it would be read as tokens; pass "
+                f"attention_mask {[rows.batch, rows.past + rows.width]}"
+            )
+        return cache
 
     def _dropout(self, where: str, key: Any) -> ops.DropoutKey | None:
         model: Any = self
@@ -502,8 +560,10 @@ class DecoderModel:
         if cache is None:
             wanted = model.config.use_cache if use_cache is None else use_cache
             return DynamicCache() if wanted else None
-        if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-            raise PlanError(f"{where}: past_key_values is a DynamicCache, got {type(cache).__name__}")
+        offloading = getattr(cache, "offloading", False)
+        if type(cache) is not DynamicCache or offloading:
+            kind = f"{type(cache).__name__}{' with offloading' if offloading else ''}"
+            raise PlanError(f"{where}: past_key_values is a DynamicCache, got {kind}")
         for index, layer in enumerate(cache.layers):
             if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
                 # it would drop keys by slot, padding counted; the window is the mask's business
@@ -595,24 +655,48 @@ class CausalModel:
         whole: Tensor = _GatherVocabulary.apply(self.setting.vocabulary, local)  # type: ignore[no-untyped-call]
         return whole
 
-    def save_pretrained(self, save_directory: Any, **arguments: Any) -> None:
-        """An ordinary checkpoint that transformers loads; the ranks' shards are put together on rank 0."""
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **arguments: Any) -> None:
+        """An ordinary checkpoint that transformers loads; the ranks' shards are put together on rank 0.
+
+        is_main_process: False where another replica writes (all ranks of the group still make this call).
+        """
         from tbik.huggingface.checkpoint import save_checkpoint
 
-        extra = sorted(name for name, value in arguments.items() if value not in (None, False, True))
+        wanted = {"safe_serialization": (None, True), "save_peft_format": (None, False, True)}
+        extra = sorted(n for n, value in arguments.items() if value not in wanted.get(n, (None, False)))
         if extra:
             raise PlanError(f"save_pretrained: {extra} are not supported by a parallelized model")
-        save_checkpoint(self, save_directory)  # type: ignore[arg-type]
+        save_checkpoint(self, save_directory, write=bool(is_main_process))  # type: ignore[arg-type]
+
+    def checkpoint_pieces(self) -> dict[str, Any]:
+        """{stock name: this rank's part}, which is what tbik.fingerprint reads."""
+        from tbik.huggingface.checkpoint import pieces
+
+        return dict(pieces(self))  # type: ignore[arg-type]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError("resize_token_embeddings: the vocabulary is in shards; resize before tbik.parallelize")
 
+    def set_input_embeddings(self, value: Any) -> None:
+        raise PlanError("set_input_embeddings: the vocabulary is in shards; replace it before tbik.parallelize")
+
+    def set_output_embeddings(self, value: Any) -> None:
+        raise PlanError("set_output_embeddings: the vocabulary is in shards; replace it before tbik.parallelize")
+
 
 def _reciprocal(count: int | Tensor) -> Tensor:
     """fp32(1 / count)."""
-    number = float(count)
-    if not number > 0:
+    number: Any = count
+    if isinstance(count, Tensor):
+        number = count.item() if count.numel() == 1 else None
+    whole = isinstance(number, (int, float)) and not isinstance(number, bool) and 1 <= number < 2**63
+    if not whole or int(number) != number:
         raise PlanError(
-            f"parallelize: the loss is divided by the number of targets, expected one at least, got {count}"
+            "parallelize: the loss is divided by the number of targets (num_items_in_batch), expected one at least, "
+            f"got {count!r:.60}"
         )
-    return torch.tensor(1.0 / number, dtype=torch.float32)
+    return upstream(int(number))
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -16,6 +16,7 @@ Errors: PlanError; nothing is changed then. Bits: layout-invariant and batch-inv
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def parallelize(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         _require_parameter(name, parameter)
+    _require_apart(parameters)
     if any(parameter.device.type == "meta" for parameter in parameters.values()):
         _refuse("the model's weights are on the meta device; tbik.load_checkpoint(folder) reads them, each its shard")
 
@@ -342,6 +344,15 @@ def _refuse_config(config: Any, family: Family) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         _refuse(f"layer_types {sorted(kinds)} are not supported; expected full_attention or sliding_attention")
+
+
+def _require_apart(parameters: dict[str, torch.nn.Parameter]) -> None:
+    """No parameter at two places, whose gradients autograd would add in every micro-batch; tied embeddings know how."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = first.setdefault(id(parameter), name)
+        if other != name and {other, name} != {"model.embed_tokens.weight", "lm_head.weight"}:
+            _refuse(f"{other} and {name} are one parameter; only lm_head may share one, with the embedding")
 
 
 def _require_parameter(name: str, parameter: Tensor) -> None:
@@ -557,6 +568,8 @@ def _convert(
             for kind in sorted(set(config.layer_types))
         }
     )
+    if len(model.model.layers) != config.num_hidden_layers:
+        _refuse(f"the model has {len(model.model.layers)} layers, the config says {config.num_hidden_layers}")
     tied = bool(config.tie_word_embeddings)
     if not tied and model.lm_head.weight is model.model.embed_tokens.weight:
         _refuse("lm_head and the embedding share a weight, but the config says tie_word_embeddings=False")
@@ -594,7 +607,9 @@ def _convert(
     model.tbik_parts = build.parts
     model.model.__class__ = _derived(DecoderModel, family.base)
     model.__class__ = _derived(CausalModel, family.causal)
-    config.tbik_plan = plan.key()
+    # a copy: the plan is this model's, and other models may hold the same config
+    model.config = model.model.config = copy.deepcopy(config)
+    model.config.tbik_plan = plan.key()
 
 
 def _keep_checkpointing(new: DecoderLayer | SandwichLayer, old: Any) -> None:
@@ -607,3 +622,12 @@ def _keep_checkpointing(new: DecoderLayer | SandwichLayer, old: Any) -> None:
 def _derived(mixin: type, stock: type) -> type:
     """The stock class with the mixin's forward; it keeps its name, which is what checkpoints say."""
     return type(stock.__name__, (mixin, stock), {"__module__": __name__, "__doc__": mixin.__doc__})
+
+
+def __getattr__(name: str) -> type:
+    """The classes of parallelized models, for pickle, which finds classes by name."""
+    for family in FAMILIES:
+        for mixin, stock in ((CausalModel, family.causal), (DecoderModel, family.base)):
+            if stock.__name__ == name:
+                return _derived(mixin, stock)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,11 +51,27 @@ class Rows:
         return x.reshape(self.batch, self.width, *x.shape[1:])
 
     def keep(self, logits_to_keep: int | Tensor) -> tuple[Tensor | None, int, Tensor | None]:
-        """(rows to keep, new width, their places in [B * width]) of the last columns, or of those listed."""
-        if isinstance(logits_to_keep, int) and logits_to_keep == 0:
-            return None, self.width, self.index
+        """(rows to keep, new width, their places in [B * width]) of the last columns, or of those listed.
+
+        Errors: PlanError unless it is a number >= 0 (0: all) or an integer tensor of columns.
+        """
         columns = torch.arange(self.width)
-        kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep]
+        if isinstance(logits_to_keep, Tensor):
+            listed = logits_to_keep
+            if listed.dim() != 1 or not _is_integral(listed) or not bool((listed.abs() < max(self.width, 1)).all()):
+                raise PlanError(
+                    f"parallelize: logits_to_keep lists columns below {self.width} in a 1-D integer tensor, got "
+                    f"{listed.dtype} {list(listed.shape)}"
+                )
+            kept = columns[listed]
+        elif isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise PlanError(
+                f"parallelize: logits_to_keep is a number >= 0 (0: all) or a tensor of columns, got {logits_to_keep!r}"
+            )
+        elif logits_to_keep == 0:
+            return None, self.width, self.index
+        else:
+            kept = columns[-logits_to_keep:]
         places = torch.full((self.batch * self.width,), -1, dtype=torch.int64)
         count = len(self.positions)
         places[torch.arange(self.batch * self.width) if self.index is None else self.index] = torch.arange(count)
@@ -69,6 +85,7 @@ class Rows:
         Errors: PlanError for a label at a place of padding, which no token of the sequence predicts.
         """
         where = "parallelize: labels"
+        _require_integral(where, labels)
         if tuple(labels.shape) != (self.batch, self.width):
             raise PlanError(f"{where}: expected {[self.batch, self.width]}, as the ids, got {list(labels.shape)}")
         if self.index is not None:
@@ -102,6 +119,15 @@ def rows_of(
     begins. sample_offsets: the same said directly, of the flattened ids.
     """
     where = "parallelize"
+    if not batch:
+        raise PlanError(f"{where}: expected ids [B, T] of one row at least, got {[batch, width]}")
+    if not width and sample_offsets is None and attention_mask is None:
+        raise PlanError(
+            f"{where}: expected ids [B, T] of one token at least, got {[batch, width]}; that samples have no "
+            "tokens is said by sample_offsets or attention_mask (SampleBatch)"
+        )
+    if position_ids is not None:
+        _require_integral(f"{where}: position_ids", position_ids)
     if sample_offsets is not None:
         return _packed(batch, width, past, attention_mask, position_ids, sample_offsets)
     if attention_mask is not None:
@@ -149,7 +175,11 @@ def _packed(
         raise PlanError(f"{where}: packed rows and a cache do not go together; generate from a padded batch")
     if attention_mask is not None:
         raise PlanError(f"{where}: packed rows have no padding; give sample_offsets or attention_mask")
-    offsets = [int(o) for o in sample_offsets]
+    if isinstance(sample_offsets, Tensor) and sample_offsets.dim() == 1 and _is_integral(sample_offsets):
+        sample_offsets = sample_offsets.tolist()
+    if not isinstance(sample_offsets, (list, tuple)) or not all(_is_int(o) for o in sample_offsets):
+        raise PlanError(f"{where}: a list of integers or a 1-D integer tensor, got {sample_offsets!r:.80}")
+    offsets = list(sample_offsets)
     ascending = all(a <= b for a, b in itertools.pairwise(offsets))
     if not offsets or offsets[0] != 0 or offsets[-1] != batch * width or not ascending:
         raise PlanError(f"{where}: ascend from 0 to the {batch * width} tokens of the call, got {offsets[:8]}")
@@ -162,11 +192,25 @@ def _packed(
 
 def _restarts(batch: int, width: int, position_ids: Tensor) -> list[int] | None:
     """Where sequences begin if position_ids restart inside a row, else None."""
-    given = position_ids.expand(batch, width) if position_ids.dim() == 2 else position_ids
+    one = tuple(position_ids.shape) == (1, width)
+    given = position_ids.expand(batch, width) if one else position_ids
     if given.shape != (batch, width) or not width or not bool((given[:, 0] == 0).all()):
         return None
     starts = (given.reshape(-1) == 0).nonzero()[:, 0].tolist()
     return [*starts, batch * width] if len(starts) > batch else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _require_integral(where: str, x: Any) -> None:
+    if not isinstance(x, Tensor) or not _is_integral(x):
+        raise PlanError(f"{where}: expected an integer tensor, got {getattr(x, 'dtype', type(x).__name__)}")
 
 
 def _require_positions(given: Tensor | None, expected: Tensor, real: Tensor | None) -> None:

@@ -92,7 +92,8 @@ def fingerprint(
 
     Names: keys joined by dots, positions in lists as numbers; of a module those of its state_dict() (parameters and
     persistent buffers, a tied parameter under each of its names), without the prefixes of DDP, torch.compile and
-    activation checkpointing. Python numbers, strings and None in a state dict count by type and value.
+    activation checkpointing; of a model that tbik.parallelize made, with its group, those and the value of the stock
+    model. Python numbers, strings and None in a state dict count by type and value.
     group: ranks over which pieces are summed and whole tensors compared; None: this rank, and a DTensor's own mesh.
     key: an odd 64-bit number, the same on all ranks. Returns a number below 2^64, the same on all ranks.
     Errors: see the module. deterministic, layout-invariant.
@@ -144,12 +145,17 @@ def text_hash(text: str) -> int:
 
 def _leaves_of(x: Mapping[Any, Any] | torch.nn.Module) -> dict[str, Leaf]:
     """{name: leaf}. PlanError where two leaves would have one name."""
+    pairs: Iterable[tuple[str, Any]]
     if isinstance(x, torch.nn.Module):
         module = x.module if isinstance(x, torch.nn.parallel.DistributedDataParallel) else x
-        pairs: Iterable[tuple[str, Any]] = (
-            (".".join(part for part in name.split(".") if part not in _WRAPPERS), leaf)
-            for name, leaf in _flat("", module.state_dict())
-        )
+        of_checkpoint = getattr(module, "checkpoint_pieces", None)
+        if of_checkpoint is None:
+            pairs = (
+                (".".join(part for part in name.split(".") if part not in _WRAPPERS), leaf)
+                for name, leaf in _flat("", module.state_dict())
+            )
+        else:
+            pairs = of_checkpoint().items()
     else:
         pairs = _flat("", x)
     leaves: dict[str, Leaf] = {}
