@@ -52,11 +52,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures; those of other kinds that the file has stay")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    import transformers
+    from models import commit
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
     import tbik
-    from tbik import models
+    from tbik import _C, models
 
     folder = models.smollm2()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -65,6 +67,7 @@ def main() -> None:
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs.eval()
     figures: dict[str, Any] = {"model": "SmolLM2-135M-Instruct, fp32", "torch": torch.__version__}
+    figures |= {"transformers": transformers.__version__, "path": _C.default_path("float32"), "commit": commit()}
     figures["prompts"] = len(prompts)
     if "logits" in options.kinds:
         with torch.no_grad():

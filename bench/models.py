@@ -76,6 +76,8 @@ def main() -> None:
             mine, theirs = (training_call(model, samples, length) for model in (ours, stock))
             rows.append(compare("training", f"{samples} x {length}", samples * length, mine, theirs, options))
     memory = {} if options.no_memory else {kind: both_resident_sets(kind, options) for kind in options.kinds}
+    import transformers
+
     from tbik import _C
     from tbik.verify import cpu_name
 
@@ -83,11 +85,19 @@ def main() -> None:
         "cpu": cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "threads": options.threads,
         "clock": options.clock, "path": _C.default_path("bfloat16"), "torch": torch.__version__,
         "onednn_isa": options.isa or "as it comes", "python": platform.python_version(),
+        "transformers": transformers.__version__, "commit": commit(),
     }  # fmt: skip
     show(machine, rows, memory)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": machine, "rows": rows, "memory": memory}, indent=1) + "\n")
+
+
+def commit() -> str:
+    here = Path(__file__).parent
+    name = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
+    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=here).stdout
+    return name + ("+" if changed.strip() else "")
 
 
 def folder_of(options: argparse.Namespace) -> Path:
