@@ -169,6 +169,12 @@ class Packer {
       groups.group[i] = !direct  ? scratch + i * 8 * dp
                         : within ? reinterpret_cast<const float*>(row_at(x, s, head, first + i * 8))
                                  : groups.group[0];
+      groups.ahead[i] = groups.group[i];
+    }
+    if (direct && first + kKeyBlock < s.k_length) {  // the next block, as far as it lies in groups of the same kind
+      for (int64_t i = 0; i < kKeyBlock / 8 && first + kKeyBlock + i * 8 < s.k_length; ++i) {
+        groups.ahead[i] = reinterpret_cast<const float*>(row_at(x, s, head, first + kKeyBlock + i * 8));
+      }
     }
     return groups;
   }

@@ -35,9 +35,11 @@ struct PairDropout {
   uint32_t first_head = 0;
 };
 
-// 64 rows of fp32 where they lie: row k = group[k / 8] + (k % 8) * stride, multiples of 16 values long.
+// 64 rows of fp32 where they lie: row k = group[k / 8] + (k % 8) * stride, multiples of 16 values long. `ahead`: groups
+// that will be read next, at the same distances; a kernel asks for them line by line as it goes.
 struct RowGroups {
   const float* group[kKeyBlock / 8];
+  const float* ahead[kKeyBlock / 8];
   int64_t stride;
 };
 

@@ -83,7 +83,7 @@ def run(command: list[str], *, succeeds: bool = True, **more: str) -> str:
 @pytest.mark.mpi
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("world", range(1, 7))
+@pytest.mark.parametrize("world", [1, 2, 3, *(pytest.param(world, marks=pytest.mark.long) for world in (4, 5, 6))])
 def test_verify_mpi_allreduce_equals_reference(mpi: list[str], world: int) -> None:
     """Bits, refusals, a late rank; for some worlds also MPI as the mover of a process group."""
     names = ["bits", "refusals", "world"]

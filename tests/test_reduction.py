@@ -136,3 +136,22 @@ def test_verify_bad_calls_are_refused() -> None:
         with pytest.raises(PlanError, match=match):
             call()
     assert _C.cpu_paths()
+
+
+@pytest.mark.parametrize("leaves", [0, -1, 4097, 2**33])
+def test_verify_raw_operators_check_their_leaves(leaves: int) -> None:
+    """Called by their schema too: no loop over 2**33 leaves."""
+    x, ids, o = torch.ones(3, 8), torch.zeros(3, dtype=torch.int64), torch.ops.tbik
+    rows = torch.ones(3)
+    for call in (
+        lambda: o.row_sum(x, leaves, False, torch.float32),
+        lambda: o.softmax(x, leaves),
+        lambda: o.softmax_backward(x, x, rows, rows, leaves),
+        lambda: o.log_softmax(x, leaves),
+        lambda: o.log_softmax_backward(x, x, rows, leaves),
+        lambda: o.cross_entropy(x, ids, leaves, -100),
+        lambda: o.logprobs(x, ids, leaves),
+        lambda: o.top_logprobs(x, 2, leaves),
+    ):
+        with pytest.raises(PlanError, match=r"leaves is an integer 1\.\.4096"):
+            call()

@@ -152,6 +152,7 @@ def cross_entropy_dx(g: Tensor, x: Tensor, targets: Tensor, lse: Tensor, first: 
 @_operator("cross_entropy", "(Tensor logits, Tensor targets, int leaves, int ignore_index) -> (Tensor, Tensor)")
 def _cross_entropy(logits: Tensor, targets: Tensor, leaves: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     require_range("ops.cross_entropy", "targets", targets, logits.shape[-1], ignore_index)
+    require_leaves("ops.cross_entropy", leaves)
     lse = _C.vocab_log_sum_exp(logits, leaves)
     kept = targets.masked_fill(targets == ignore_index, 0)
     picked = _C.vocab_pick(logits, kept[..., None], 0).view(lse.shape)

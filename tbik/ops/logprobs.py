@@ -20,7 +20,7 @@ from tbik.errors import PlanError
 from tbik.ops.cross_entropy import _cross_entropy_backward, require_ids, require_range
 from tbik.ops.linear import _LIBRARY as LIBRARY
 from tbik.ops.linear import _fake, _is_int, _operator, _require_one_device, _require_same_device, _shape
-from tbik.ops.softmax import per_row, refuse_transforms, require_rows
+from tbik.ops.softmax import per_row, refuse_transforms, require_leaves, require_rows
 
 NO_INDEX = -1  # no id is ignored
 
@@ -112,6 +112,7 @@ def merge_top_k(values: Tensor, ids: Tensor, k: int) -> TopK:
 @_operator("logprobs", "(Tensor logits, Tensor ids, int leaves) -> (Tensor, Tensor)")
 def _logprobs(logits: Tensor, ids: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
     require_range("ops.logprobs", "ids", ids, logits.shape[-1], None)
+    require_leaves("ops.logprobs", leaves)
     lse = _C.vocab_log_sum_exp(logits, leaves)
     ids_n = ids if ids.dim() == logits.dim() else ids[..., None]
     logp = _C.vocab_log_softmax_of(_C.vocab_pick(logits, ids_n, 0), lse)
@@ -143,6 +144,7 @@ torch.library.register_autograd(_logprobs, _logprobs_gradient, setup_context=_lo
 
 @_operator("top_logprobs", "(Tensor logits, int k, int leaves) -> (Tensor, Tensor)")
 def _top_logprobs(logits: Tensor, k: int, leaves: int) -> tuple[Tensor, Tensor]:
+    require_leaves("ops.top_logprobs", leaves)
     values, ids = _C.vocab_top_k(logits, None, 0, k)
     return _C.vocab_log_softmax_of(values, _C.vocab_log_sum_exp(logits, leaves)), ids
 

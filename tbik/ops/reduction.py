@@ -85,6 +85,7 @@ def _kernel(x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype) -> Tenso
 
 @_operator("row_sum", "(Tensor x, int leaves, bool mean, ScalarType out_dtype) -> Tensor")
 def _row_sum(x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype) -> Tensor:
+    _require_leaves("ops.mean" if mean else "ops.sum", leaves)
     return _kernel(x, leaves, mean, out_dtype)
 
 

@@ -113,6 +113,7 @@ def log_softmax_dx_of(dy: Tensor, x: Tensor, lse: Tensor, total: Tensor) -> Tens
 
 @_operator("softmax", "(Tensor x, int leaves) -> (Tensor, Tensor, Tensor)")
 def _softmax(x: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor]:
+    require_leaves("ops.softmax", leaves)
     return _C.vocab_softmax(x, leaves)
 
 
@@ -123,6 +124,7 @@ def _softmax_fake(x: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @_operator("softmax_backward", "(Tensor dp, Tensor x, Tensor m, Tensor s, int leaves) -> Tensor")
 def _softmax_backward(dp: Tensor, x: Tensor, m: Tensor, s: Tensor, leaves: int) -> Tensor:
+    require_leaves("ops.softmax", leaves)
     return _C.vocab_softmax_dx(dp, x, m, s, None, leaves)
 
 
@@ -146,6 +148,7 @@ def _softmax_gradient(ctx: Any, dp: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 @_operator("log_softmax", "(Tensor x, int leaves) -> (Tensor, Tensor)")
 def _log_softmax(x: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
+    require_leaves("ops.log_softmax", leaves)
     return _C.vocab_log_softmax(x, leaves)
 
 
@@ -156,6 +159,7 @@ def _log_softmax_fake(x: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
 
 @_operator("log_softmax_backward", "(Tensor dy, Tensor x, Tensor lse, int leaves) -> Tensor")
 def _log_softmax_backward(dy: Tensor, x: Tensor, lse: Tensor, leaves: int) -> Tensor:
+    require_leaves("ops.log_softmax", leaves)
     return _C.vocab_log_softmax_dx(dy, x, lse, None, leaves)
 
 
