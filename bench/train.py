@@ -3,16 +3,22 @@
     python bench/train.py --json bench/results/train.json          2 ranks, a Qwen3 of 37 M parameters, bf16 compute
     python bench/train.py --isa AVX512_CORE_BF16                    torch without AMX (ONEDNN_MAX_CPU_ISA)
 
-A step: A micro-steps of m samples per rank, forward, backward, reduce-scatter, norm and clipping, AdamW. Steps
-alternate (ours, torch, ours, torch, ...) in the same processes; ratio = median over the pairs of ours/torch (below 1:
-ours is faster). fp32 master weights on both sides; torch's run has MixedPrecisionPolicy(bf16, reduce_dtype=fp32).
-Memory: the most sharded gradients that ours held beside the bound of DESIGN 5, and what one of them takes.
+A step: A micro-steps of m samples per rank, forward, backward, reduce-scatter, norm and clipping, AdamW. Both sides
+keep 1/D of the gradients between micro-steps (a reduce-scatter in each), or with --accumulation unsharded both keep
+whole ones (torch: set_requires_gradient_sync, ours: accumulation="unsharded") and exchange once. Steps
+alternate (ours, torch in bf16, torch in fp32, ours, ...) in the same processes; ratio = median over the rounds of
+ours/torch (below 1: ours is faster). fp32 master weights everywhere; torch's bf16 run has MixedPrecisionPolicy(bf16,
+reduce_dtype=fp32). torch has no fast bf16 product on a CPU without bf16 instructions, so that there its fp32 run is
+the one to compare with; ours computes in bf16.
+Memory: the bytes of the sharded gradients (covers) that ours held at most, beside the bound: so many times the rank's
+own gradients, each use of a parameter counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -53,8 +59,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=8, help="B, of a step")
     parser.add_argument("--micro-steps", type=int, default=2, help="A")
+    parser.add_argument("--accumulation", choices=("sharded", "unsharded"), default="sharded")
     parser.add_argument("--tokens", type=int, default=128, help="of a sample")
-    parser.add_argument("--pairs", type=int, default=7, help="measured pairs of steps, after one that is not")
+    parser.add_argument("--pairs", type=int, default=7, help="measured rounds of steps, after one that is not")
+    parser.add_argument("--bf16-rounds", type=int, help="of these, how many with torch's bf16 too; by default all")
     parser.add_argument("--isa", help="ONEDNN_MAX_CPU_ISA for torch's own products, e.g. AVX512_CORE_BF16")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -71,11 +79,17 @@ def main() -> None:
         "environment": environment() | {"load": os.getloadavg()[0]},
     }
     console = Console()
+    bf16 = "not run"
+    if result["ratios"]:
+        bf16 = (
+            f"{result['torch_s']:.3f} s, ratio {result['ratio']:.3f} ({min(result['ratios']):.3f} to "
+            f"{max(result['ratios']):.3f})"
+        )
     console.print(
         f"{result['parameters'] / 1e6:.0f} M parameters, {options.ranks} ranks: tbik {result['tbik_s']:.3f} s a step, "
-        f"torch {result['torch_s']:.3f} s, ratio {result['ratio']:.3f} ({min(result['ratios']):.3f} to "
-        f"{max(result['ratios']):.3f}); gradients held {result['most_buffers']}, bound {result['buffer_limit']}, "
-        f"{result['gradient_bytes'] / 2**20:.1f} MiB each"
+        f"torch in bf16 {bf16}; torch in fp32 {result['torch_fp32_s']:.3f} s, ratio "
+        f"{result['ratio_fp32']:.3f} ({min(result['ratios_fp32']):.3f} to {max(result['ratios_fp32']):.3f}); covers "
+        f"{result['cover_bytes'] / 2**20:.1f} MiB, bound {result['cover_bytes_limit'] / 2**20:.1f} MiB"
     )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -86,33 +100,49 @@ def _task(rank: int, link: Link, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (options["samples"], options["tokens"])
     ids = list(torch.randint(0, SIZES["vocab_size"], shape, generator=generator))
-    sides = [_Ours(mesh, ids, options, rank), _Torch(mesh, ids, options, rank)]
-    times: list[tuple[float, ...]] = []
+    sides = [
+        _Ours(mesh, ids, options, rank),
+        _Torch(mesh, ids, options, rank, torch.bfloat16),
+        _Torch(mesh, ids, options, rank, torch.float32),
+    ]
+    times: list[list[float]] = []
+    most = options["pairs"] if options["bf16_rounds"] is None else options["bf16_rounds"]
     for pair in range(options["pairs"] + 1):
         taken = []
-        for side in sides:
+        for number, side in enumerate(sides):
+            if number == 1 and (pair > most or not most):
+                taken.append(math.nan)
+                continue
             dist.barrier()
             start = time.perf_counter()
             side.step()
             dist.barrier()
             taken.append(time.perf_counter() - start)
         if pair:
-            times.append(tuple(taken))
-    ours, theirs = ([pair[i] for pair in times] for i in range(2))
-    ratios = [a / b for a, b in times]
-    tree = sides[0].tree
-    local = sum(p.to_local().numel() * 4 for p in sides[0].model.parameters())
+            times.append(taken)
+    ours, theirs, theirs_fp32 = ([pair[i] for pair in times] for i in range(3))
+    theirs = theirs[:most]
+    ratios, ratios_fp32 = ([a / b for a, b in zip(ours, of)] for of in (theirs, theirs_fp32))
+    tree: Any = sides[0].tree
+    held = [p if tree._unsharded else p.to_local() for p in sides[0].model.parameters()]
+    local = sum(p.numel() * 4 for p in held)
+    tied = held[0].numel() * 4  # the embedding has two uses, and a tree for each
     if rank == 0:
         link.send(
             {
                 "parameters": sum(p.numel() for p in sides[0].model.parameters()),
                 "tbik_s": statistics.median(ours),
-                "torch_s": statistics.median(theirs),
-                "ratio": statistics.median(ratios),
+                "torch_s": statistics.median(theirs) if theirs else None,
+                "torch_fp32_s": statistics.median(theirs_fp32),
+                "ratio": statistics.median(ratios) if ratios else None,
                 "ratios": ratios,
+                "ratio_fp32": statistics.median(ratios_fp32),
+                "ratios_fp32": ratios_fp32,
                 "most_buffers": tree.most_buffers,
                 "buffer_limit": tree.buffer_limit,
                 "gradient_bytes": local,
+                "cover_bytes": sides[0].cover_bytes,
+                "cover_bytes_limit": tree.buffer_limit * (local + tied),
             }
         )
 
@@ -132,15 +162,25 @@ class _Ours(_Side):
     def __init__(self, mesh: Any, ids: list[torch.Tensor], options: dict[str, Any], rank: int) -> None:
         super().__init__(ids, options, rank)
         model = parallelize(self.stock.train(), compute_dtype=torch.bfloat16)
-        self.tree = tbik.fsdp.apply(model, mesh, samples_per_step=len(ids), micro_steps=self.micro_steps)
+        self.tree = tbik.fsdp.apply(
+            model,
+            mesh,
+            samples_per_step=len(ids),
+            micro_steps=self.micro_steps,
+            accumulation=options["accumulation"],
+        )
         self.model = self.tree.model
         self.optimizer = self.make_optimizer(self.model)
+        self.cover_bytes = 0
 
     def step(self) -> None:
         for _ in range(self.micro_steps):
             with self.tree.micro_step() as micro:
                 batch = SampleBatch([self.ids[s] for s in micro.samples], total_tokens=1).packed()
                 micro.backward(self.model(**batch).loss, upstream(self.total))
+            covers: Any = self.tree._covers._covers.values()
+            held = sum(value.nbytes for cover in covers for value in cover.values() if value is not None)
+            self.cover_bytes = max(self.cover_bytes, held)
         self.tree.finish()
         self.tree.clip_grad_norm(MAX_NORM)
         self.optimizer.step()
@@ -148,21 +188,24 @@ class _Ours(_Side):
 
 
 class _Torch(_Side):
-    def __init__(self, mesh: Any, ids: list[torch.Tensor], options: dict[str, Any], rank: int) -> None:
+    def __init__(
+        self, mesh: Any, ids: list[torch.Tensor], options: dict[str, Any], rank: int, dtype: torch.dtype
+    ) -> None:
         super().__init__(ids, options, rank)
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.model = self.stock.train()
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=mixed)
         fully_shard(self.model, mesh=mesh, mp_policy=mixed)
         self.optimizer = self.make_optimizer(self.model)
+        self.sharded = options["accumulation"] == "sharded"
 
     def step(self) -> None:
         m = len(self.ids) // self.ranks // self.micro_steps
         for a in range(self.micro_steps):
             first = (a * self.ranks + self.rank) * m
             batch = torch.stack(self.ids[first : first + m])
-            self.model.set_requires_gradient_sync(a == self.micro_steps - 1)
+            self.model.set_requires_gradient_sync(self.sharded or a == self.micro_steps - 1)
             logits = self.model(input_ids=batch, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
