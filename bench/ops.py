@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tbik import ops
+from tbik.verify import commit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 EPS = 1e-6
@@ -119,6 +120,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "threads": options.threads,
         "clock": options.clock,
+        "commit": commit(),
         "torch": torch.__version__,
     }
 
