@@ -90,8 +90,14 @@ check: setup
 	$(VENV)/bin/python -m mypy
 	$(if $(CPP),$(VENV)/bin/clang-format --dry-run -Werror $(CPP))
 
+# those that compare with vLLM run where vLLM is
+BENCH_VLLM := bench/attention_vllm.py bench/serve.py
 bench: setup
-	@set -e; for file in bench/*.py; do echo "== $$file"; $(VENV)/bin/python $$file; done
+	@set -e; for file in $(filter-out $(BENCH_VLLM),$(wildcard bench/*.py)); do \
+	  echo "== $$file"; $(VENV)/bin/python $$file; done
+	@test -f $(VLLM_STAMP) || echo "not run without make vllm: $(BENCH_VLLM)"
+	@set -e; test ! -f $(VLLM_STAMP) || for file in $(BENCH_VLLM); do \
+	  echo "== $$file"; $(VLLM_VENV)/bin/python $$file; done
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info tbik/*.so .pytest_cache .mypy_cache .ruff_cache
