@@ -21,6 +21,7 @@ namespace {
 struct Lanes {
   using V = uint64_t;
   static constexpr int64_t kWidth = 1;
+  static constexpr int kUnroll = 2;
   static V splat(uint64_t x) { return x; }
   static V ramp(uint64_t start, uint64_t) { return start; }
   template <class T>
@@ -30,10 +31,13 @@ struct Lanes {
     return bits;
   }
   static V add(V a, V b) { return a + b; }
-  static V mix(V x) {
-    x = (x ^ (x >> 30)) * kMixFirst;
-    x = (x ^ (x >> 27)) * kMixSecond;
-    return x ^ (x >> 31);
+  template <int n>
+  static V mixed_right(V x) {
+    return x ^ (x >> n);
+  }
+  template <uint64_t c, int kVectors>
+  static void times(V* x) {
+    for (int u = 0; u < kVectors; ++u) x[u] *= c;
   }
   static uint64_t total(V x) { return x; }
 };

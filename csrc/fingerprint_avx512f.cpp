@@ -21,6 +21,7 @@ namespace {
 struct Lanes {
   using V = __m512i;
   static constexpr int64_t kWidth = 8;
+  static constexpr int kUnroll = 4;
   static V splat(uint64_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); }
   static V ramp(uint64_t start, uint64_t step) {
     const V count = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
@@ -39,10 +40,14 @@ struct Lanes {
     }
   }
   static V add(V a, V b) { return _mm512_add_epi64(a, b); }
-  static V mix(V x) {
-    x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 30)), splat(kMixFirst));
-    x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 27)), splat(kMixSecond));
-    return _mm512_xor_si512(x, _mm512_srli_epi64(x, 31));
+  template <int n>
+  static V mixed_right(V x) {
+    return _mm512_xor_si512(x, _mm512_srli_epi64(x, n));
+  }
+  template <uint64_t c, int kVectors>
+  static inline __attribute__((always_inline)) void times(V* x) {
+#pragma GCC unroll 8
+    for (int u = 0; u < kVectors; ++u) x[u] = _mm512_mullo_epi64(x[u], splat(c));
   }
   static uint64_t total(V x) { return static_cast<uint64_t>(_mm512_reduce_add_epi64(x)); }
 };
