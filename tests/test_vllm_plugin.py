@@ -276,9 +276,27 @@ def dense(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return wide_exponents(shape, torch.bfloat16, seed, spread=20)
 
 
+EXPERTS = 6
+
+
+def mixture(**options: Any) -> Any:
+    """vLLM's runner of six experts, two for each token."""
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    settings = {"num_experts": EXPERTS, "top_k": 2, "hidden_size": 96, "intermediate_size": 128, "prefix": "moe"}
+    vllm.config.get_current_vllm_config().compilation_config.static_forward_context.clear()  # one "moe" after another
+    return FusedMoEFactory(**{**settings, **options})
+
+
+def expert_weights() -> dict[str, torch.Tensor]:
+    shapes = {"gate": (EXPERTS, 128, 96), "up": (EXPERTS, 128, 96), "down": (EXPERTS, 96, 128)}
+    return {name: dense(shape, 24 + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
 def all_layers() -> dict[str, torch.Tensor]:
     """What every layer gives this rank; row-parallel, embedding and head are whole."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import (
         MergedColumnParallelLinear,
         QKVParallelLinear,
@@ -315,6 +333,19 @@ def all_layers() -> dict[str, torch.Tensor]:
         head = ParallelLMHead(317, 96, prefix="head")
         load(head, dense((317, 96), 22))
         out["logits"] = LogitsProcessor(317)(finish(head), h)
+        router = GateLinear(96, EXPERTS, prefix="moe.gate")
+        load(router, dense((EXPERTS, 96), 23))
+        out["router"] = finish(router)(h)[0]
+        experts = mixture().routed_experts
+        for parameter, name, shard in (
+            (experts.w13_weight, "gate", "w1"),
+            (experts.w2_weight, "down", "w2"),
+            (experts.w13_weight, "up", "w3"),
+        ):
+            for expert, weight in enumerate(expert_weights()[name]):
+                parameter.weight_loader(parameter, weight, f"moe.{name}", shard_id=shard, expert_id=expert)
+        experts.quant_method.process_weights_after_loading(experts)
+        out["experts"] = experts.forward_monolithic(x=h, router_logits=out["router"])
         return {name: value.clone() for name, value in out.items()}
     finally:
         torch.set_default_dtype(torch.float32)
@@ -332,6 +363,7 @@ def expected_layers(rank: int, world: int) -> dict[str, torch.Tensor]:
         return y[:, width * rank : width * (rank + 1)]
 
     parts = [mine(linear(h, dense((192, 96), 5 + part))) for part in (0, 1)]
+    w, router = expert_weights(), linear(h, dense((EXPERTS, 96), 23), out_dtype=torch.float32)
     heads = [mine(linear(h, dense((n * 64, 96), s), dense((n * 64,), s + 10))) for n, s in ((8, 7), (4, 8), (4, 9))]
     return {
         "row": linear(x, dense((96, 192), 2), dense((96,), 3), parallel="row"),
@@ -340,6 +372,10 @@ def expected_layers(rank: int, world: int) -> dict[str, torch.Tensor]:
         "replicated": linear(h, dense((7, 96), 20)),
         "embedding": dense((317, 96), 21)[torch.tensor([0, 316, 5, 160, 159])],
         "logits": linear(h, dense((317, 96), 22), out_dtype=torch.float32),
+        "router": router,
+        "experts": ops.experts(
+            h, ops.route(router, 2, normalize=True), torch.cat([w["gate"], w["up"]], 1), w["down"], plan=PLAN
+        ),
     }
 
 
@@ -524,6 +560,113 @@ def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
     refused("act is a .*QuickGELU", lambda: refuse_model(model, {}))
 
 
+REFUSED_EXPERTS: dict[str, dict[str, Any]] = {
+    "biases": {"has_bias": True},
+    "activation": {"activation": "gelu"},
+    "scores by sigmoid": {"scoring_func": "sigmoid"},
+    "grouped top-k": {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1},
+    "a routing function of its own": {"custom_routing_function": lambda *arguments, **options: None},
+    "score corrections": {"e_score_correction_bias": torch.zeros(EXPERTS)},
+    "a scaling factor": {"routed_scaling_factor": 2.5},
+    "weights on the input": {"apply_router_weight_on_input": True},
+    "a clamped gate": {"swiglu_limit": 7.0},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED_EXPERTS)
+def test_verify_other_mixtures_of_experts_are_refused(named: str, one_rank: None) -> None:
+    with pytest.raises(PlanError, match=named):
+        experts = mixture(**REFUSED_EXPERTS[named]).routed_experts
+        experts.quant_method.process_weights_after_loading(experts)
+
+
+def test_verify_experts_over_expert_parallel_ranks_are_refused() -> None:
+    from tbik_vllm.moe import refuse_experts
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    parallel = SimpleNamespace(use_ep=False, dp_size=1)
+    moe = SimpleNamespace(
+        has_bias=False, activation=MoEActivation.SILU, is_sequence_parallel=False, moe_parallel_config=parallel
+    )
+    refuse_experts(moe)
+    for holder, name, value, named in (
+        (parallel, "use_ep", True, "expert parallelism"),
+        (parallel, "dp_size", 2, "data or sequence parallelism"),
+        (moe, "is_sequence_parallel", True, "data or sequence parallelism"),
+    ):
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        with pytest.raises(PlanError, match=named):
+            refuse_experts(moe)
+        setattr(holder, name, before)
+
+
+def test_verify_shared_experts_are_refused(one_rank: None) -> None:
+    """Qwen3-MoE with a shared expert: vLLM adds its partial sums to those of the routed ones."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeMLP
+
+    assert get_current_vllm_config() is not None
+    with pytest.raises(PlanError, match=r"shared_expert.down_proj.*shared experts"):
+        Qwen3MoeMLP(96, 128, "silu", reduce_results=False, prefix="mlp.shared_expert")
+
+
+def test_verify_calls_that_attention_does_not_know_are_refused(one_rank: None) -> None:
+    from tbik_vllm.attention import TbikAttentionImpl, TbikAttentionMetadataBuilder
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    builder = TbikAttentionMetadataBuilder.__new__(TbikAttentionMetadataBuilder)
+    with pytest.raises(PlanError, match="causal=False"):
+        builder.build(0, SimpleNamespace(causal=False))
+    impl = TbikAttentionImpl(8, 64, 0.125, 4, None, None, "auto")
+    with pytest.raises(PlanError, match="quantised output"):
+        impl.forward(None, *[torch.zeros(1)] * 4, None, torch.zeros(1), output_scale=torch.ones(1))
+    rope = get_rope(64, 512, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    with pytest.raises(PlanError, match="multimodal"):
+        rope(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(5, 64), torch.zeros(5, 64))
+
+
+def test_verify_another_plugin_before_this_one_is_refused() -> None:
+    """Its own pieces stand there already, as another's would."""
+    from tbik_vllm import plugin
+
+    with pytest.raises(PlanError, match="another plug-in has replaced vLLM's"):
+        plugin._replace_layers()
+    with pytest.raises(PlanError, match="another plug-in has replaced CPU_ATTN"):
+        plugin._replace_attention()
+
+
+def test_verify_full_is_refused_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tbik_vllm import plugin
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(plugin, "_installed", None)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(PlanError, match="kernels for the CPU only"):
+        plugin.install()
+
+
+def other_plan_on_rank_1() -> None:
+    from tbik_vllm.plugin import _require_one_plan
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    _require_one_plan(TreePlan(leaves=8 * (1 + get_tensor_model_parallel_rank())))
+
+
+@pytest.mark.slow
+def test_verify_ranks_with_two_plans_are_refused(tmp_path: Path) -> None:
+    for _, error in on_ranks(2, other_plan_on_rank_1, write_config(tmp_path / "model")):
+        assert TreePlan(leaves=8).fingerprint() in error and TreePlan(leaves=16).fingerprint() in error
+
+
+def test_verify_a_second_plan_in_one_process_is_refused() -> None:
+    from tbik_vllm.settings import activate
+
+    activate(PLAN)
+    with pytest.raises(PlanError, match="in a process of its own"):
+        activate(TreePlan(leaves=16))
+
+
 def equal_shards_of(length: int, size: int) -> Any:
     from tbik_vllm.sharding import equal_shard
 
@@ -560,6 +703,21 @@ def test_verify_written_weights_are_packed_again(write: str, one_rank: None) -> 
         WRITES[write](layer.weight, second)
     assert_bitwise_equal(layer(x)[0], ops.linear(x, second, plan=PLAN, parallel="row"), write)
     assert_bits_differ(layer(x)[0], before, write)
+
+
+def test_verify_a_kept_pack_is_the_old_weight(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what the tests above would see if nobody dropped the packs."""
+    from tbik_vllm.weights import Watch
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    layer = RowParallelLinear(192, 96, bias=False, params_dtype=torch.bfloat16, prefix="row")
+    x, first, second = dense((5, 192), 1), dense((96, 192), 2), dense((96, 192), 3)
+    load(layer, first)
+    finish(layer)
+    monkeypatch.setattr(Watch, "drop", lambda watch: None)
+    layer.weight.data.copy_(second)
+    assert_bitwise_equal(layer(x)[0], ops.linear(x, first, plan=PLAN, parallel="row"), "the old pack")
+    assert_bits_differ(layer(x)[0], ops.linear(x, second, plan=PLAN, parallel="row"), "the new weight")
 
 
 def test_verify_aliases_keep_no_pack(one_rank: None) -> None:

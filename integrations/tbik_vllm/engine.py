@@ -110,8 +110,8 @@ def set_environment(job: dict[str, Any]) -> None:
         "OMP_NUM_THREADS": str(job["threads"]),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" asks for a NUMA node per rank
         "VLLM_SERVER_DEV_MODE": "1",  # collective_rpc over HTTP
-        # TP=1: scheduler and worker in this process, for each process imports vLLM for seconds
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if _is_alone(job) else "1",
+        # the scheduler in this process, and at TP=1 the worker too: each process more imports vLLM for seconds
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if job["server"] else "0",
     }
     # The first request for log-probabilities would compile C++ for half a minute; warm-up serves compiled graphs only
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

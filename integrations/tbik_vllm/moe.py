@@ -34,6 +34,19 @@ class TbikGateLinear(GateLinear):
         self.out_dtype = torch.float32
 
 
+def refuse_experts(moe: Any) -> None:
+    """PlanError for a mixture of experts (vLLM's FusedMoEConfig) that is laid out or computed otherwise."""
+    parallel = moe.moe_parallel_config
+    for refused, what in (
+        (moe.has_bias, "biases"),
+        (moe.activation != MoEActivation.SILU, f"activation {moe.activation}; expected silu"),
+        (parallel.use_ep, "expert parallelism"),
+        (parallel.dp_size > 1 or moe.is_sequence_parallel, "data or sequence parallelism"),
+    ):
+        if refused:
+            raise PlanError(f"tbik_vllm: a mixture of experts with {what} is not supported")
+
+
 class _Reduced:
     """In the place of vLLM's expert kernel: what its runner asks about it."""
 
@@ -57,17 +70,9 @@ class TbikMoEMethod(UnquantizedFusedMoEMethod):
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        parallel = moe.moe_parallel_config
-        for refused, what in (
-            (moe.has_bias, "biases"),
-            (moe.activation != MoEActivation.SILU, f"activation {moe.activation}; expected silu"),
-            (parallel.use_ep, "expert parallelism"),
-            (parallel.dp_size > 1 or moe.is_sequence_parallel, "data or sequence parallelism"),
-        ):
-            if refused:
-                raise PlanError(f"tbik_vllm: a mixture of experts with {what} is not supported")
+        refuse_experts(moe)
         self.tbik_plan = plan_for(get_current_vllm_config())
-        self.tbik_sums = tensor_parallel_sums() if parallel.tp_size > 1 else None
+        self.tbik_sums = tensor_parallel_sums() if moe.moe_parallel_config.tp_size > 1 else None
 
     @property
     def is_monolithic(self) -> bool:

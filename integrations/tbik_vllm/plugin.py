@@ -37,6 +37,11 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
+    if settings.mode == "full" and not platform.is_cpu(current_platform):
+        raise PlanError(
+            f"tbik_vllm: TBIK_VLLM=full has kernels for the CPU only in this version, this is "
+            f"{platform.__name__}; TBIK_VLLM=allreduce replaces the collectives alone"
+        )
     _replace_communicator(platform)
     if settings.mode == "allreduce":
         _logger().warning(
@@ -44,11 +49,6 @@ def install() -> None:
             "deterministic, but this alone does not make the outputs of two TP sizes equal: TBIK_VLLM=full does"
         )
     else:
-        if not platform.is_cpu(current_platform):
-            raise PlanError(
-                f"tbik_vllm: TBIK_VLLM=full has kernels for the CPU only in this version, this is "
-                f"{platform.__name__}; TBIK_VLLM=allreduce replaces the collectives alone"
-            )
         _replace_layers()
         _replace_attention()
         _replace_sampler()

@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -3,7 +3,7 @@
     digest(model, group) = tbik.fingerprint of the checkpoint's tensors, put together from the ranks' layers
 
 It is read from the layers' own parameters, behind all loading, splitting and merging: qkv_proj is q, k and v again,
-gate_up_proj gate and up; padding rows of the vocabulary do not count. Names are the checkpoint's.
+gate_up_proj gate and up; padding rows of the vocabulary do not count. Names are those of Hugging Face's model.
 Errors: PlanError for a layer with parameters of another kind. Layout-invariant
 (tests/test_rl.py::test_verify_vllm_holds_what_the_trainer_published).
 """
@@ -11,6 +11,7 @@ Errors: PlanError for a layer with parameters of another kind. Layout-invariant
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def digest(model: Any, group: dist.ProcessGroup | None) -> str:
 
 def pieces(model: Any) -> Iterator[tuple[str, Piece]]:
     """(name in the checkpoint, this rank's piece). A tied head is left out."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import (
         MergedColumnParallelLinear,
         QKVParallelLinear,
@@ -64,9 +67,11 @@ def pieces(model: Any) -> Iterator[tuple[str, Piece]]:
             local = own["weight"].data
             shape, offset = (local.shape[0], module.input_size), (0, module.tp_rank * local.shape[1])
             yield f"{name}.weight", Piece.box(local, shape, offset)
+        elif isinstance(module, RoutedExperts):
+            yield from _experts(name.rpartition(".experts")[0], module, own)
         else:
             for key, parameter in own.items():
-                if not type(module).__name__.endswith("Norm"):
+                if not (type(module).__name__.endswith("Norm") or isinstance(module, GateLinear)):
                     raise PlanError(f"weight_digest: {name}.{key} belongs to a {type(module).__name__}, not known here")
                 yield f"{name}.{key}", _rows_of(parameter.data, parameter.shape[0], 0)
 
@@ -83,6 +88,17 @@ def _qkv(prefix: str, module: Any, own: dict[str, Tensor]) -> Iterator[tuple[str
         locals_ = torch.split(parameter.data, [heads * dim for _, heads, _, _ in parts])
         for (part, _, first, total), local in zip(parts, locals_, strict=True):
             yield f"{prefix}{part}_proj.{key}", _rows_of(local, total * dim, first * dim)
+
+
+def _experts(prefix: str, module: Any, own: dict[str, Tensor]) -> Iterator[tuple[str, Piece]]:
+    """The stacks of all experts: gate_up_proj [E, 2I, H], gate before up, and down_proj [E, H, I]."""
+    parallel = module.moe_config.moe_parallel_config
+    gate_up, down = own["w13_weight"].data, own["w2_weight"].data
+    (experts, _, hidden), columns = gate_up.shape, down.shape[2]
+    inner, first = columns * parallel.tp_size, columns * parallel.tp_rank
+    apart = Piece.box(gate_up.view(experts, 2, columns, hidden), (experts, 2, inner, hidden), (0, 0, first, 0))
+    yield f"{prefix}.experts.gate_up_proj", replace(apart, shape=(experts, 2 * inner, hidden))
+    yield f"{prefix}.experts.down_proj", Piece.box(down, (experts, hidden, inner), (0, 0, first))
 
 
 def _rows_of(local: Tensor, rows: int, first: int) -> Piece:

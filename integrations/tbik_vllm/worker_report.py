@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ class WorkerReport:
         worker: Any = self
         return digest(worker.model_runner.get_model(), group.cpu_group if group.world_size > 1 else None)
 
+    def tbik_load_weights(self, folder: str) -> None:
+        """Writes a checkpoint's weights into the running model, parameter by parameter, as RL frameworks do it:
+        `model.load_weights` of (name, tensor) pairs, without vLLM's reload around it."""
+        from safetensors.torch import load_file
+
+        worker: Any = self
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            worker.model_runner.get_model().load_weights(load_file(file).items())
+
     def tbik_time_all_reduce(self, num_elements: str, calls: str) -> float:
         """Seconds of one all-reduce of bf16 over the tensor-parallel ranks, mean of `calls`, called as layers do."""
         from vllm.distributed import get_tp_group
@@ -87,6 +97,7 @@ def _status() -> dict[str, Any]:
 
 def pieces(model: Any, itemsize: int, tied: bool) -> Iterator[Piece]:
     """The weights of a vLLM model as this rank holds them; biases and norms with them."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         LinearBase,
@@ -121,6 +132,10 @@ def pieces(model: Any, itemsize: int, tied: bool) -> Iterator[Piece]:
         elif isinstance(module, RowParallelLinear):
             size = module.input_size_per_partition * module.output_size * itemsize
             yield name, _share(module.tp_rank, module.tp_size), size
+        elif isinstance(module, RoutedExperts):  # w13 and w2
+            parallel, columns = module.moe_config.moe_parallel_config, module.intermediate_size_per_partition
+            size = 3 * module.local_num_experts * columns * module.hidden_size * itemsize
+            yield name, _share(parallel.tp_rank, parallel.tp_size), size
         elif isinstance(module, LinearBase):
             yield name, (0, 1), module.input_size * module.output_size * itemsize
         else:
