@@ -343,7 +343,7 @@ def all_layers() -> dict[str, torch.Tensor]:
             (experts.w13_weight, "up", "w3"),
         ):
             for expert, weight in enumerate(expert_weights()[name]):
-                parameter.weight_loader(parameter, weight, f"moe.{name}", shard_id=shard, expert_id=expert)
+                parameter.weight_loader(parameter, weight, f"moe.{name}.weight", shard_id=shard, expert_id=expert)
         experts.quant_method.process_weights_after_loading(experts)
         out["experts"] = experts.forward_monolithic(x=h, router_logits=out["router"])
         return {name: value.clone() for name, value in out.items()}
@@ -387,57 +387,43 @@ def test_verify_layers_equal_nn(one_rank: None) -> None:
     assert_bits_differ(stock, got["logits"], "torch's linear")
 
 
-def _rank_main(rank: int, world: int, folder: str, meeting: str, task: str, results: Any) -> None:
+def _rank_main(rank: int, world: int, folder: str, meeting: str, tasks: list[str], results: Any) -> None:
     torch.set_num_threads(1)
     import tbik_vllm
 
     tbik_vllm.register()
-    try:
-        with vllm_rank(rank, world, Path(folder), meeting):
-            results.put((rank, globals()[task](), ""))
-    except BaseException as error:
-        results.put((rank, None, f"{type(error).__name__}: {error}"))
+    with vllm_rank(rank, world, Path(folder), meeting):
+        for task in tasks:
+            try:
+                results.put((task, rank, globals()[task](), ""))
+            except BaseException as error:
+                results.put((task, rank, None, f"{type(error).__name__}: {error}"))
 
 
-def on_ranks(world: int, task: Callable[[], Any], folder: Path) -> list[tuple[Any, str]]:
-    """[(task(), error) of each rank]; processes of their own, with a deadline."""
+def on_ranks(world: int, tasks: list[str], folder: Path) -> dict[str, list[tuple[Any, str]]]:
+    """Per task [(what it gave, error) of each rank]; processes of their own, with a deadline."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     meeting = tempfile.mktemp()
     ranks = [
-        context.Process(target=_rank_main, args=(r, world, str(folder), meeting, task.__name__, results), daemon=True)
+        context.Process(target=_rank_main, args=(r, world, str(folder), meeting, tasks, results), daemon=True)
         for r in range(world)
     ]
     for process in ranks:
         process.start()
     try:
-        got = sorted((results.get(timeout=240) for _ in ranks), key=lambda result: result[0])
+        got = sorted((results.get(timeout=240) for _ in range(world * len(tasks))), key=lambda result: result[:2])
     finally:
         for process in ranks:
             process.join(10)
             process.kill()
-    return [(value, error) for _, value, error in got]
-
-
-def arrays(task: Callable[[], dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Tensors as bits and shapes, which travel between processes by value."""
-    return {name: (value.dtype, value.contiguous().view(torch.uint8).numpy().tobytes(), value.shape)
-            for name, value in task().items()}  # fmt: skip
+    return {task: [(value, error) for name, _, value, error in got if name == task] for task in tasks}
 
 
 def all_layers_by_value() -> dict[str, Any]:
-    return arrays(all_layers)
-
-
-@pytest.mark.slow
-def test_verify_layers_of_two_ranks(tmp_path: Path) -> None:
-    """Sums over two ranks are the roots of one; columns and rows are this rank's."""
-    for rank, (got, error) in enumerate(on_ranks(2, all_layers_by_value, write_config(tmp_path / "model"))):
-        assert not error
-        for name, value in expected_layers(rank, 2).items():
-            dtype, content, shape = got[name]
-            mine = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
-            assert_bitwise_equal(mine, value, f"{name} on rank {rank}")
+    """Tensors as bits and shapes, which travel between processes by value."""
+    return {name: (value.dtype, value.contiguous().view(torch.uint8).numpy().tobytes(), value.shape)
+            for name, value in all_layers().items()}  # fmt: skip
 
 
 def unowned_sum() -> None:
@@ -446,10 +432,40 @@ def unowned_sum() -> None:
     tensor_model_parallel_all_reduce(torch.ones(3))
 
 
+def other_plan_on_rank_1() -> None:
+    from tbik_vllm.plugin import _require_one_plan
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    _require_one_plan(TreePlan(leaves=8 * (1 + get_tensor_model_parallel_rank())))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, str]]]:
+    folder = write_config(tmp_path_factory.mktemp("two") / "model")
+    return on_ranks(2, ["all_layers_by_value", "unowned_sum", "other_plan_on_rank_1"], folder)
+
+
 @pytest.mark.slow
-def test_verify_sums_that_no_layer_owns_are_refused(tmp_path: Path) -> None:
-    for _, error in on_ranks(2, unowned_sum, write_config(tmp_path / "model")):
+def test_verify_layers_of_two_ranks(two_ranks: Any) -> None:
+    """Sums over two ranks are the roots of one; columns and rows are this rank's."""
+    for rank, (got, error) in enumerate(two_ranks["all_layers_by_value"]):
+        assert not error
+        for name, value in expected_layers(rank, 2).items():
+            dtype, content, shape = got[name]
+            mine = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+            assert_bitwise_equal(mine, value, f"{name} on rank {rank}")
+
+
+@pytest.mark.slow
+def test_verify_sums_that_no_layer_owns_are_refused(two_ranks: Any) -> None:
+    for _, error in two_ranks["unowned_sum"]:
         assert "no layer of tbik asked for" in error
+
+
+@pytest.mark.slow
+def test_verify_ranks_with_two_plans_are_refused(two_ranks: Any) -> None:
+    for _, error in two_ranks["other_plan_on_rank_1"]:
+        assert TreePlan(leaves=8).fingerprint() in error and TreePlan(leaves=16).fingerprint() in error
 
 
 def test_verify_row_operators_equal_ops(one_rank: None) -> None:
@@ -644,19 +660,6 @@ def test_verify_full_is_refused_where_there_are_no_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with pytest.raises(PlanError, match="kernels for the CPU only"):
         plugin.install()
-
-
-def other_plan_on_rank_1() -> None:
-    from tbik_vllm.plugin import _require_one_plan
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    _require_one_plan(TreePlan(leaves=8 * (1 + get_tensor_model_parallel_rank())))
-
-
-@pytest.mark.slow
-def test_verify_ranks_with_two_plans_are_refused(tmp_path: Path) -> None:
-    for _, error in on_ranks(2, other_plan_on_rank_1, write_config(tmp_path / "model")):
-        assert TreePlan(leaves=8).fingerprint() in error and TreePlan(leaves=16).fingerprint() in error
 
 
 def test_verify_a_second_plan_in_one_process_is_refused() -> None:

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import pydantic
 
 from tbik.errors import TbikError
+from tbik_vllm.forking import start_processes_by_fork
 
 LOGPROBS_MODE = "raw_logprobs"
 REPORT = "tbik_vllm.worker_report.WorkerReport"
@@ -116,6 +117,7 @@ def set_environment(job: dict[str, Any]) -> None:
     # The first request for log-probabilities would compile C++ for half a minute; warm-up serves compiled graphs only
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as vLLM sets it, before anything is imported
 
 
 def _is_alone(job: dict[str, Any]) -> bool:
@@ -163,6 +165,8 @@ class InProcess:
     """vllm.LLM."""
 
     def __init__(self, job: dict[str, Any]) -> None:
+        if job["tp"] > 1:
+            start_processes_by_fork()
         from vllm import LLM
 
         self._job = job
