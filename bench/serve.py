@@ -2,6 +2,7 @@
 
     python bench/serve.py --json bench/results/serve.json         smollm2 at TP 1, a wide random Qwen3 at TP 1 and 2
     python bench/serve.py --only all_reduce                       vLLM's tensor-parallel all-reduce alone, TP 2
+    python bench/serve.py --clock cpu --tp 1                      processor seconds, on a machine that others use too
 
 ratio = stock's seconds / tbik's seconds of one round (above 1: tbik is faster); reported: the median of the rounds, and
 the lowest and highest. Loads: "prefill" = 8 prompts of 256 tokens, 4 new tokens each, counted in prompt tokens;
@@ -19,8 +20,9 @@ import os
 import statistics
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -43,7 +45,8 @@ WIDE = {
 ALL_REDUCE_BYTES = (4 << 10, 24 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 
-class Load(NamedTuple):
+@dataclass(frozen=True)
+class Load:
     name: str
     prompts: int
     prompt_tokens: int
@@ -62,23 +65,44 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of a rank")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="sizes for the wide model")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of the engine's process, at TP 1 with one thread"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of the prompts and answers of both loads")
     parser.add_argument("--only", nargs="+", choices=("smollm2", "wide", "all_reduce"), default=None)
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     wanted = options.only or ("smollm2", "wide", "all_reduce")
+    if options.clock == "cpu" and (options.tp != [1] or options.threads != 1 or "all_reduce" in wanted):
+        parser.error("--clock cpu sees one thread of one process: --tp 1 --only smollm2 wide")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    options.loads = [
+        replace(
+            load,
+            **{name: max(1, round(getattr(load, name) * options.scale)) for name in ("prompt_tokens", "new_tokens")},
+        )
+        for load in LOADS
+    ]
     rows: list[dict[str, Any]] = []
+    where = environment()
     with tempfile.TemporaryDirectory() as scratch:
         wide = models.random_model("qwen3", Path(scratch) / "wide", **WIDE)
         if "smollm2" in wanted:
             rows += serve("smollm2", models.smollm2(), (1,), options)
         if "wide" in wanted:
-            rows += serve("wide Qwen3", wide, (1, 2), options)
+            rows += serve("wide Qwen3", wide, tuple(options.tp), options)
         if "all_reduce" in wanted:
             rows += all_reduce(wide, options)
     _print(rows)
     if options.json:
-        facts = {**environment(), "threads": options.threads, "rounds": options.rounds, "dtype": options.dtype}
+        facts = {
+            **where,
+            "clock": options.clock,
+            "load": os.getloadavg()[0],
+            "loads": [asdict(load) for load in options.loads],
+        }
+        facts |= {"threads": options.threads, "rounds": options.rounds, "dtype": options.dtype}
         options.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
 
 
@@ -98,7 +122,7 @@ def serve(name: str, folder: Path, sizes: tuple[int, ...], options: argparse.Nam
                 mode: stack.enter_context(EngineProcess(settings(folder, tp, mode, options)))
                 for mode in ("tbik", "stock")
             }
-            for load in LOADS:
+            for load in options.loads:
                 vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
                 generator = torch.Generator().manual_seed(1)
                 prompts = torch.randint(vocab, (load.prompts, load.prompt_tokens), generator=generator).tolist()
@@ -107,6 +131,7 @@ def serve(name: str, folder: Path, sizes: tuple[int, ...], options: argparse.Nam
                     # whoever goes first in one round goes last in the next; round 0 warms up
                     for mode in sorted(engines, reverse=bool(number % 2)):
                         answers, taken = engines[mode].generate(prompts, load.new_tokens, top=0)
+                        taken = engines[mode].processor_s if options.clock == "cpu" else taken
                         if number:
                             seconds[mode].append(taken)
                         if mode == "tbik":

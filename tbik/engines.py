@@ -130,6 +130,7 @@ def _product(name: str) -> Product:
 class EngineProcess:
     """One engine, started by the constructor. ranks: per rank, what `python -m MODULE` reported when it was ready.
 
+    processor_s: processor time that its first process took for the last answers; at TP 1 there is no other.
     Errors: see the module; the process and its children are gone when one is raised.
     """
 
@@ -138,6 +139,7 @@ class EngineProcess:
         self._name = f"{settings.product}, {settings.mode}, TP={settings.tp}"
         self._reply_s = reply_s
         self._folder = Path(tempfile.mkdtemp(prefix="tbik-engine-"))
+        self.processor_s = float("nan")
         self._pending = b""
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -184,6 +186,7 @@ class EngineProcess:
         }
         self._send(command)
         reply = self._receive("answers", self._reply_s)
+        self.processor_s = float(reply.get("processor_s", "nan"))
         return [Answer(**answer) for answer in reply["answers"]], float(reply["seconds"])
 
     def report(self) -> list[dict[str, Any]]:

@@ -66,9 +66,10 @@ def main() -> None:
         while True:
             command = commands.get()
             if command["do"] == "generate":
-                start = time.monotonic()
+                start, start_cpu = time.monotonic(), time.process_time()
                 answers = engine.generate(command)
-                reply(kind="answers", answers=answers, seconds=time.monotonic() - start)
+                seconds, processor_s = time.monotonic() - start, time.process_time() - start_cpu
+                reply(kind="answers", answers=answers, seconds=seconds, processor_s=processor_s)
             elif command["do"] == "call":
                 reply(kind="results", results=engine.call(command["method"], command["arguments"]))
             else:
