@@ -197,8 +197,9 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     except ValueError as error:
         raise IntegrityError(f"{where}: {path} is no JSON ({error}); the checkpoint is damaged") from error
     items = manifest.get("items") if isinstance(manifest, dict) else None
-    if not isinstance(items, dict) or manifest.get("format") != FORMAT:
-        raise PlanError(f"{where}: {path}: expected format {FORMAT}, got {manifest.get('format')!r}")
+    found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(items, dict) or found != FORMAT:
+        raise PlanError(f"{where}: {path}: expected format {FORMAT} with its items, got {found!r}")
     for name in ITEMS:
         if name not in items:
             raise PlanError(f"{where}: {path} lacks the item {name!r}; without it the next step has other bits")

@@ -92,6 +92,7 @@ class Place:
 def places(model: torch.nn.Module) -> dict[str, Place]:
     """{stock name: where this rank's parameter stands}, in the order of the model. Errors: PlanError."""
     module = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    _refuse_flat_shards(module)
     parts: Mapping[str, Any] | None = getattr(module, "tbik_parts", None)
     named = {_plain(name): parameter for name, parameter in module.named_parameters()}
     for name, parameter in named.items():
@@ -117,6 +118,18 @@ def places(model: torch.nn.Module) -> dict[str, Place]:
             held, counted = part.held[rank], part.counted[rank]
             found[name] = Place(parameter, tuple(part.shape), part.axis, held[0], counted, stretches=part.stretches)
     return found
+
+
+def _refuse_flat_shards(module: torch.nn.Module) -> None:
+    """FSDP1 keeps elements of many parameters as one row; outside of summon_full_params no parameter has its shape."""
+    for inner in module.modules():
+        state: Any = getattr(inner, "training_state", None)
+        if type(inner).__name__ == "FullyShardedDataParallel" and getattr(state, "name", "") != "SUMMON_FULL_PARAMS":
+            raise PlanError(
+                "weights: FSDP1 (FullyShardedDataParallel) keeps flat shards, which have no place in a checkpoint; use "
+                'tbik.fsdp.apply(..., strategy="fsdp2"), or read the weights inside '
+                "FullyShardedDataParallel.summon_full_params(model, writeback=False)"
+            )
 
 
 def pieces(model: torch.nn.Module, value: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, list[Piece]]:

@@ -307,6 +307,55 @@ def test_verify_a_changed_manifest_and_a_lost_file_are_refused(saved: Path) -> N
         checkpoint.load(saved / "nowhere", make_run(Small()))
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 2, "items": {}}', '{"format": 1, "items": 3}', "17"])
+def test_verify_another_format_is_refused(content: str, saved: Path) -> None:
+    (saved / MANIFEST).write_text(content)
+    with pytest.raises(PlanError, match="expected format 1"):
+        checkpoint.load(saved, make_run(Small()))
+    (saved / MANIFEST).write_text(content[:-1] + "\x00")
+    with pytest.raises(IntegrityError, match="damaged"):
+        checkpoint.load(saved, make_run(Small()))
+
+
+def test_verify_a_damaged_list_of_files_is_refused_or_harmless(saved: Path) -> None:
+    """torch's own metadata, byte after byte: the load raises, or what has arrived is what was saved."""
+    run = make_run(Small())
+    checkpoint.load(saved, run)
+    expected = digest_of(run, None)
+    file = saved / ".metadata"
+    data = file.read_bytes()
+    refused = 0
+    for at in range(0, len(data), max(1, len(data) // 60)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x15]) + data[at + 1 :])
+        run = make_run(Small())
+        try:
+            checkpoint.load(saved, run)
+        except IntegrityError:
+            refused += 1
+        else:
+            assert digest_of(run, None) == expected
+    assert refused
+
+
+def test_verify_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the tensors and the manifest; the next save is whole."""
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = make_run(Small())
+    step(run, 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint.os, "replace", stop)
+        checkpoint.save(tmp_path / "run", run)
+    with pytest.raises(PlanError, match="found no file"):
+        checkpoint.load(tmp_path / "run", make_run(Small()))
+    checkpoint.save(tmp_path / "run", run)
+    again = make_run(Small())
+    assert checkpoint.load(tmp_path / "run", again) == 1 and digest_of(again, None) == digest_of(run, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_verify_nothing_is_overwritten_and_foreign_parameters_are_refused(saved: Path) -> None:
     with pytest.raises(PlanError, match="exists"):
         checkpoint.save(saved, make_run(Small()))
@@ -330,6 +379,26 @@ def test_verify_generators_that_differ_over_ranks_are_refused(tmp_path: Path) ->
     with Pool(2) as ranks:
         for message in ranks.run(_differing, 2, str(tmp_path / "run")):
             assert "random generators (torch) of ranks [1]" in message
+
+
+def _flat(group: dist.ProcessGroup, folder: str) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(Small(), process_group=group, use_orig_params=True, device_id=torch.device("cpu"))
+    messages = []
+    for action in (lambda: make_run(model), lambda: weights.digest(model, group)):
+        with pytest.raises(PlanError) as caught:
+            action()
+        messages.append(str(caught.value))
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        assert weights.digest(model, group) == weights.digest(Small())
+    return messages
+
+
+def test_verify_flat_shards_are_refused_by_name(tmp_path: Path) -> None:
+    with Pool(2) as ranks:
+        for messages in ranks.run(_flat, 2, str(tmp_path / "run")):
+            assert all("FSDP1" in message and "summon_full_params" in message for message in messages)
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
