@@ -8,7 +8,6 @@ Suffixes: M rows, N columns, K contraction.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from typing import Any
 
@@ -18,7 +17,7 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
 from interpreter import DEVICE, exact_fma, needs_triton  # noqa: F401
 
-from tbik import _C, TreePlan, ops, reference, tree
+from tbik import _C, TreePlan, devices, ops, reference, tree
 from tbik.errors import PlanError
 from tbik.kernels.tiles import Tile
 
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
 ]
 
-linear_module = importlib.import_module("tbik.ops.linear")  # the attribute of that name is the function
 MMA = f"mma:sm_{torch.cuda.get_device_capability()[0]}0" if DEVICE == "cuda" else "mma:sm_90"
 # Tensor cores have a least size; the interpreter has a least patience.
 SMALL = Tile(64, 64, 64, 4, 2, 1) if DEVICE == "cuda" else Tile(16, 16, 16, 4, 1, 1)
@@ -162,6 +160,22 @@ def test_verify_mma_tree(dtype: torch.dtype, leaves: int, length: int) -> None:
     assert_bits_differ(expected, sum(exact).float(), "one rounding of the exact sum")
 
 
+@pytest.mark.skipif(MMA == "mma:sm_80", reason="tensor descriptors begin with sm_90")
+@pytest.mark.parametrize("leaves", [2, 3])
+def test_verify_descriptors_equal_pointers(leaves: int) -> None:
+    """Operands by tensor descriptors: the same bits as by pointers, also past the last row and column."""
+    step = SMALL.block_k
+    k = leaves * 2 * step
+    x, w = wide_exponents((19, k), torch.bfloat16, 1, spread=20), wide_exponents((21, k), torch.bfloat16, 2, spread=20)
+    options: Any = {"leaf": MMA, "out_dtype": torch.float32}
+    cuts = [list(range(0, k + 1, 2 * step))]
+    expected = contract(x, w, cuts, root(leaves), "whole", **options)
+    assert_bitwise_equal(contract(x, w, cuts, root(leaves), "described", **options), expected, "described = whole")
+    ragged = [[0, step + 1, *cuts[0][2:]]]
+    with pytest.raises(PlanError, match="leaves of whole K steps"):
+        contract(x, w, ragged, root(leaves), "described", **options)
+
+
 def test_verify_mma_forward_and_backward_values() -> None:
     """y, dX and dW of a linear layer on ordinary data, against float64."""
     generator = torch.Generator().manual_seed(3)
@@ -202,7 +216,7 @@ def test_verify_operators_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     expected = step("cpu")
     calls = []
     if DEVICE == "cpu":
-        monkeypatch.setattr(linear_module, "_is_cuda", lambda t: calls.append(t) or True)
+        monkeypatch.setattr(devices, "is_cuda", lambda t: calls.append(t) or True)
     for actual, wanted in zip(step(DEVICE), expected, strict=True):
         assert_bitwise_equal(actual, wanted, "CUDA operators = CPU operators")
     assert DEVICE == "cuda" or len(calls) == 6

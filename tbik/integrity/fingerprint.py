@@ -16,8 +16,9 @@ is given) is compared and counts once. Ranks may hold different names (pipeline 
 of the union. A rank sends 64 bytes per piece and receives everybody's; partial sums are added as integers modulo 2^64,
 never by a collective's reduction, so that replicas can be told apart.
 
-dtypes: bool, integers of 8 to 64 bits, float8, float16, bfloat16, float32, float64; any strides; CPU. Complex numbers,
-packed sub-byte, quantized, sparse, meta, fake and CUDA tensors are refused.
+dtypes: bool, integers of 8 to 64 bits, float8, float16, bfloat16, float32, float64; any strides; CPU and CUDA
+(tbik.kernels; not yet measured on a GPU). Complex numbers, packed sub-byte, quantized, sparse, meta and fake tensors
+are refused.
 
 Errors: PlanError for what is refused, on all ranks of the groups of that tensor, and where the pieces of all ranks do
 not make up the tensor. IntegrityError where replicas differ (names tensor and ranks). TransportTimeout, TransportError
@@ -40,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from tbik import _C
+from tbik import _C, devices
 from tbik.collectives import all_gather_bytes
 from tbik.errors import IntegrityError, PlanError
 from tbik.integrity.pieces import Box, Piece, boxes_of, is_dtensor, whole
@@ -251,16 +252,19 @@ def _scalar(name: str, leaf: object) -> int:
 
 def _require_readable(x: Tensor, where: str) -> None:
     plain = type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
-    if not plain or x.layout != torch.strided or x.device.type != "cpu" or x.dtype not in DTYPES:
-        hint = "; take view_as_real" if x.is_complex() else "; take .cpu()" if x.device.type == "cuda" else ""
+    if not plain or x.layout != torch.strided or x.device.type not in ("cpu", "cuda") or x.dtype not in DTYPES:
+        hint = "; take view_as_real" if x.is_complex() else ""
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise PlanError(
-            f"{where}: expected a dense CPU tensor of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got "
+            f"{where}: expected a dense CPU or CUDA tensor of {names}, got "
             f"{type(x).__name__} of {x.dtype}, {x.layout}, on {x.device}{hint}"
         )
 
 
 def _sum_of_box(box: Box, key: int, where: str, path: str = "") -> int:
     _require_readable(box.local, where)
+    if devices.is_cuda(box.local):
+        return int(devices.cuda_module("fingerprint").fingerprint(box.local, box.first, box.index_strides, key))
     return _C.fingerprint(box.local.resolve_neg(), box.first, box.index_strides, key, path)
 
 

@@ -67,6 +67,18 @@ def bfloat16_bits(x):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """cast(x, dtype), in fp32. Not by way of a bf16 number, whose subnormals the interpreter reads wrongly."""
+    return (bfloat16_bits(x) << 16).to(tl.float32, bitcast=True) if dtype == tl.bfloat16 else x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def negative_zero_where(condition, x):
+    """-0.0 where the condition holds, else x: a literal -0.0 would become +0 when compiled."""
+    return tl.where(condition, _SIGN, x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def narrow(x):
     """RN_bf16(x) + (+0.0) in fp32 (A6)."""
     return (bfloat16_bits(x) << 16).to(tl.float32, bitcast=True) + 0.0

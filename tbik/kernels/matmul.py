@@ -6,7 +6,10 @@
 Suffixes: M rows, N columns, K contraction, S members (linears that share dX).
 Two forms, same bits: *whole*, one program per tile and all leaves (persistent; what the tree leaves pending waits in
 registers up to `register_levels`, above that in a scratch buffer of the program, which stays in L2), and *split*, one
-program per (tile, leaf) with partials in acc_dtype, then `combine`.
+program per (tile, leaf) with partials in acc_dtype, then `combine`. *described* is whole with operands that come by
+tensor descriptors (TMA, sm_90 and above): one member, K side by side, leaves of whole K steps. Inside a leaf both read
+the same elements for the same instructions in the same order, and a descriptor's +0 past the last row or column is
+never stored: equal by construction, and compared. Not chosen on its own before it has been measured.
 Leaves: "fma" is the ascending chain of the CPU, with its flush rule, slow, for audits; "mma" is one tensor-core dot per
 K step, ascending, fp32 accumulation, never tf32. Bits: fma as tbik.reference, mma of one architecture; both
 batch-invariant and layout-invariant (tests/test_kernels_matmul.py). Not yet measured on a GPU.
@@ -30,8 +33,9 @@ from tbik.kernels.tiles import FMA, Tile, tiles_for
 
 GROUP_M = 8  # tiles of M that share the columns they read, one after the other
 MAX_GRANULE = 64
+DESCRIBED_LEAVES = ("mma:sm_90", "mma:sm_100")
 
-Form = Literal["auto", "whole", "split"]
+Form = Literal["auto", "whole", "split", "described"]
 
 
 @triton.jit
@@ -47,14 +51,26 @@ def _chain(
     stride_ak,
     stride_bn,
     stride_bk,
+    a_desc,
+    b_desc,
     LEAF: tl.constexpr,
     EVEN_K: tl.constexpr,
     WIDENS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """acc, continued by a[m, k] b[n, k] for k = first .. end - 1."""
     length = (end - first).to(tl.int32)
-    if LEAF == "mma":
+    if DESCRIBED:  # rows and cols are the tile's first ones
+        start = first.to(tl.int32)
+        for k in range(0, length, BLOCK_K):
+            a = a_desc.load([rows, start + k])
+            b = b_desc.load([cols, start + k])
+            if WIDENS:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    elif LEAF == "mma":
         steps = tl.arange(0, BLOCK_K)
         k_at = first + steps
         a_at = a_ptr + (rows[:, None] * stride_am + k_at[None, :] * stride_ak)
@@ -99,15 +115,20 @@ def _leaf(
     strides_ak,
     strides_bn,
     strides_bk,
+    a_desc,
+    b_desc,
     GRANULE: tl.constexpr,
     LEAF: tl.constexpr,
     EVEN_K: tl.constexpr,
     WIDENS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One leaf: a single accumulator that all members continue, then + (+0.0)."""
-    acc = tl.zeros((rows.shape[0], cols.shape[0]), ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for s in tl.static_range(len(a_ptrs)):
         # in units of the granule, so that the compiler knows how far the addresses are aligned
         first = tl.load(spans_ptr + tl.cast(2 * s, tl.int64)) * GRANULE
@@ -124,9 +145,12 @@ def _leaf(
             strides_ak[s],
             strides_bn[s],
             strides_bk[s],
+            a_desc,
+            b_desc,
             LEAF,
             EVEN_K,
             WIDENS,
+            DESCRIBED,
             BLOCK_K,
         )
     return acc + 0.0
@@ -161,6 +185,8 @@ def whole_kernel(
     strides_bn,
     strides_bk,
     scratch_slots,
+    a_desc,
+    b_desc,
     INNER_ADDS: tl.constexpr,
     NARROW: tl.constexpr,
     IS_ROOT: tl.constexpr,
@@ -169,6 +195,7 @@ def whole_kernel(
     LEAF: tl.constexpr,
     EVEN_K: tl.constexpr,
     WIDENS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -190,6 +217,9 @@ def whole_kernel(
         # rows and columns past the end read the last one again and are never stored
         a_rows = tl.minimum(rows, m - 1).to(tl.int64)
         b_cols = tl.minimum(cols, n - 1).to(tl.int64)
+        if DESCRIBED:
+            a_rows = first_m
+            b_cols = first_n
         value = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         for group in range(0, num_groups):
             slot = tl.load(pushes_ptr + tl.cast(3 * group, tl.int64)).to(tl.int32)
@@ -209,11 +239,16 @@ def whole_kernel(
                     strides_ak,
                     strides_bn,
                     strides_bk,
+                    a_desc,
+                    b_desc,
                     GRANULE,
                     LEAF,
                     EVEN_K,
                     WIDENS,
+                    DESCRIBED,
                     ACC,
+                    BLOCK_M,
+                    BLOCK_N,
                     BLOCK_K,
                 )
                 if NARROW == "always":
@@ -286,11 +321,16 @@ def split_kernel(
         strides_ak,
         strides_bn,
         strides_bk,
+        out_ptr,
+        out_ptr,
         GRANULE,
         LEAF,
         EVEN_K,
         WIDENS,
+        False,
         ACC,
+        BLOCK_M,
+        BLOCK_N,
         BLOCK_K,
     )
     plane = tl.cast(m, tl.int64) * tl.cast(n, tl.int64)
@@ -364,6 +404,10 @@ def contract(
         partials = out.new_empty((len(fold.pushes), m, n), dtype=acc)
         split_kernel[(num_tiles, len(fold.pushes))](tuple(a), tuple(b), partials, table.spans, m, n, **shared)
         return combine.combine_pushes(partials, fold, schedule.is_root, bias=bias, out_dtype=out_dtype)
+    descriptors: tuple[Any, Any] = (out, out)
+    if form == "described":
+        _require_described(a, b, strides_a, strides_b, table.is_even, leaf)
+        descriptors = (_descriptor(a[0], tile.block_m, tile.block_k), _descriptor(b[0], tile.block_n, tile.block_k))
     grid = min(num_tiles, num_programs)
     scratch = out.new_empty((grid, max(table.num_slots - 1, 1), tile.block_m, tile.block_n), dtype=acc)
     whole_kernel[(grid,)](
@@ -379,6 +423,9 @@ def contract(
         table.num_pushes,
         fold.num_outputs,
         scratch_slots=scratch.shape[1],
+        a_desc=descriptors[0],
+        b_desc=descriptors[1],
+        DESCRIBED=form == "described",
         INNER_ADDS=table.inner,
         NARROW=fold.narrow,
         IS_ROOT=schedule.is_root,
@@ -391,6 +438,26 @@ def contract(
 def is_interpreted() -> bool:
     """Whether TRITON_INTERPRET was set when this file was imported: kernels then run on the CPU, in numpy."""
     return not isinstance(whole_kernel, triton.runtime.JITFunction)
+
+
+def _descriptor(t: Tensor, rows: int, columns: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+
+
+def _require_described(
+    a: Sequence[Tensor], b: Sequence[Tensor], strides_a: Any, strides_b: Any, is_even: bool, leaf: str
+) -> None:
+    """PlanError unless tensor descriptors read the same elements as pointers."""
+    lies = all(strides[1] == 1 and strides[0] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+               for strides, t in ((strides_a[0], a[0]), (strides_b[0], b[0])))  # fmt: skip
+    if len(a) != 1 or not is_even or not lies or leaf not in DESCRIBED_LEAVES:
+        raise PlanError(
+            f"kernels.matmul: tensor descriptors need one member with K side by side, rows at multiples of 16 bytes, "
+            f"leaves of whole K steps and a leaf of {DESCRIBED_LEAVES}, got {len(a)} members, strides {strides_a[0]} "
+            f"and {strides_b[0]}, leaf {leaf!r}; use form='whole'"
+        )
 
 
 class _Table(NamedTuple):

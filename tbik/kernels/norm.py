@@ -1,17 +1,18 @@
-"""rms norm and layer norm, with the residual addition before it, and their dX (ORDER.md A10, R1-R3).
+"""rms norm and layer norm, with the residual addition before it, and their gradients (ORDER.md A10, R1-R3, S1).
 
     h = cast(x + residual);  r = 1/sqrt(row_sum(h*h)/K + eps);  n = h*r;  y = n*w
     centered: h - m in place of h, m = row_sum(h)/K
     dx = ((g - c1) - n*c) * r + dh,  g = dy*w,  c = row_sum(g*n)/K,  c1 = row_sum(g)/K (centered only)
+    leaf of dw = chain over tokens of dy*n, of dbias: of dy*1          (the trees over blocks and samples: combine.py)
 
-Suffixes: T rows, K elements. IEEE division and square root, nothing fused, one cast. Gradients of parameters are trees
-over samples and are not here. Bits: those of the CPU, batch-invariant (tests/test_kernels_rows.py). Not yet measured on
-a GPU.
+Suffixes: T rows, K elements, C chains, H heads. IEEE division and square root, nothing fused outside the chains, one
+cast. Bits: those of the CPU, batch-invariant (tests/test_kernels_rows.py). Not yet measured on a GPU.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from tbik.errors import PlanError
 from tbik.kernels import arithmetic, elementary
-from tbik.kernels.rows import require_rows, row_tile
+from tbik.kernels.rows import device_integers, require_rows, row_tile
+
+_COLUMNS = 128
 
 
 @triton.jit
@@ -55,12 +58,15 @@ def norm_kernel(
     dh_ptr,
     y_ptr,
     h_ptr,
+    statistics_ptr,
     num_rows,
     length,
     count,
     eps,
     steps,
     BACKWARD: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
     CENTERED: tl.constexpr,
     OFFSET: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -95,6 +101,9 @@ def norm_kernel(
         squares += x * x
     variance = tl.div_rn(elementary.fold_lanes(squares, ROWS, WIDTH, LEVELS), divisor) + eps
     r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(variance))
+    if HAS_STATISTICS:
+        tl.store(statistics_ptr + rows, r, mask=rows < num_rows)
+        tl.store(statistics_ptr + (tl.cast(num_rows, tl.int64) + rows), mean, mask=rows < num_rows)
     c = tl.zeros((ROWS,), tl.float32)
     c1 = tl.zeros((ROWS,), tl.float32)
     if BACKWARD:
@@ -112,7 +121,7 @@ def norm_kernel(
         c = tl.div_rn(elementary.fold_lanes(products, ROWS, WIDTH, LEVELS), divisor)
         if CENTERED:
             c1 = tl.div_rn(elementary.fold_lanes(gradients, ROWS, WIDTH, LEVELS), divisor)
-    for step in range(0, steps):
+    for step in range(0, steps if HAS_Y else 0):
         k = first + step * elementary.LANES
         is_live = is_row & (k < length)
         x = _load(x_ptr, residual_ptr, row_at + k, is_live, HAS_RESIDUAL)
@@ -167,15 +176,28 @@ def norm_dx(
     offset: bool,
     dh: Tensor | None,
     compute: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    statistics: Tensor | None = None,
 ) -> Tensor:
-    """dx of R1 or R3, plus dh (R2), one cast to the dtype of x. dy, dh [..., K]. Batch-invariant."""
+    """dx of R1 or R3, plus dh (R2), one cast to out_dtype (x.dtype). dy, dh [..., K]. Batch-invariant.
+
+    statistics: fp32 [2, T] to write r and the mean into.
+    """
     where = "kernels.norm_dx"
     require_rows(where, dy, x, w, dh)
     if dy.shape != x.shape or (dh is not None and dh.shape != x.shape):
         raise PlanError(f"{where}: expected dy and dh like x {list(x.shape)}, got {list(dy.shape)}")
-    dx = torch.empty_like(x)
-    _launch(where, x, None, w, None, dy, dh, dx, x, eps, centered, offset, compute)
+    dx = torch.empty_like(x, dtype=out_dtype)
+    _launch(where, x, None, w, None, dy, dh, dx, x, eps, centered, offset, compute, statistics)
     return dx
+
+
+def norm_statistics(x: Tensor, eps: float, centered: bool, statistics: Tensor) -> None:
+    """r and the mean (+0 unless centered) of each row of x [..., K] into fp32 [2, T]. Batch-invariant."""
+    where = "kernels.norm_statistics"
+    require_rows(where, x)
+    w = x.new_empty((x.shape[-1],))  # not read
+    _launch(where, x, None, w, None, None, None, None, x, eps, centered, False, x.dtype, statistics)
 
 
 def _launch(
@@ -186,12 +208,13 @@ def _launch(
     bias: Tensor | None,
     dy: Tensor | None,
     dh: Tensor | None,
-    y: Tensor,
+    y: Tensor | None,
     h: Tensor,
     eps: float,
     centered: bool,
     offset: bool,
     compute: torch.dtype,
+    statistics: Tensor | None = None,
 ) -> None:
     length = x.shape[-1]
     num_rows = math.prod(x.shape[:-1])
@@ -207,14 +230,17 @@ def _launch(
         w if bias is None else bias,
         x if dy is None else dy,
         x if dh is None else dh,
-        y,
+        x if y is None else y,
         h,
+        x if statistics is None else statistics,
         num_rows,
         length,
         float(length),
         float(eps),
         tile.steps,
         BACKWARD=dy is not None,
+        HAS_Y=y is not None,
+        HAS_STATISTICS=statistics is not None,
         CENTERED=centered,
         OFFSET=offset,
         HAS_RESIDUAL=residual is not None,
@@ -222,5 +248,108 @@ def _launch(
         HAS_DH=dh is not None,
         COMPUTE=arithmetic.triton_dtype(compute),
         **tile.constants(),
+        **arithmetic.OPTIONS,
+    )
+
+
+# --- gradients of parameters ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def column_kernel(
+    dy_ptr,
+    x_ptr,
+    statistics_ptr,
+    cuts_ptr,
+    order_ptr,
+    out_ptr,
+    num_rows,
+    num_heads,
+    length,
+    HAS_X: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chain over tokens for BLOCK columns (h, k) of [T, H, K]."""
+    chain = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    columns = tl.cast(num_heads, tl.int64) * length
+    is_live = column < columns
+    head = column // length
+    first = tl.load(cuts_ptr + chain)
+    tokens = (tl.load(cuts_ptr + chain + 1) - first).to(tl.int32)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, tokens):
+        token = first + step
+        if HAS_ORDER:
+            token = tl.load(order_ptr + token)
+        dy = tl.load(dy_ptr + (token * columns + column), mask=is_live, other=0.0).to(tl.float32)
+        n = tl.full((BLOCK,), 1.0, tl.float32)
+        if HAS_X:
+            x = tl.load(x_ptr + (token * columns + column), mask=is_live, other=0.0).to(tl.float32)
+            row = token * num_heads + head
+            r = tl.load(statistics_ptr + row, mask=is_live, other=0.0)
+            mean = tl.load(statistics_ptr + (tl.cast(num_rows, tl.int64) + row), mask=is_live, other=0.0)
+            n = (x - mean) * r
+        acc = arithmetic.fma_flushed(arithmetic.flush(dy), arithmetic.flush(n), acc)
+    tl.store(out_ptr + (chain * columns + column), acc + 0.0, mask=is_live)
+
+
+def column_leaves(
+    dy: Tensor, x: Tensor | None, statistics: Tensor | None, num_heads: int, cuts: Sequence[int]
+) -> Tensor:
+    """leaf[c, (h, k)] = chain over the tokens [cuts[c], cuts[c + 1]) of dy[t, h, k] n[t, h, k], n = 1 without x (S1).
+
+    dy, x [..., H, K] (H = num_heads; [..., K] for one head) contiguous; statistics fp32 [2, T H] of x -> fp32 [C, H K].
+    Layout-invariant: a chain ignores the others.
+    """
+    where = "kernels.column_leaves"
+    require_rows(where, dy, x)
+    length = dy.shape[-1]
+    columns = num_heads * length
+    chains = len(cuts) - 1
+    out = torch.empty((chains, columns), dtype=torch.float32, device=dy.device)
+    if out.numel() == 0:
+        return out
+    if dy.numel() != cuts[-1] * columns or (x is not None and x.shape != dy.shape):
+        raise PlanError(f"{where}: expected dy and x of {cuts[-1]} tokens x {columns}, got {list(dy.shape)}")
+    _launch_columns(dy, x, statistics, num_heads, device_integers(tuple(cuts), dy.device), None, out, cuts[-1])
+    return out
+
+
+def chains_of_tokens(dy_TD: Tensor, tokens: Tensor, cuts: Tensor) -> Tensor:
+    """leaf[c] = chain over i in [cuts[c], cuts[c + 1]) of dy[tokens[i]] -> fp32 [C, D]. int64, on the device (R7)."""
+    out = torch.empty((cuts.shape[0] - 1, dy_TD.shape[1]), dtype=torch.float32, device=dy_TD.device)
+    if out.numel():
+        _launch_columns(dy_TD, None, None, 1, cuts, tokens, out, dy_TD.shape[0])
+    return out
+
+
+def _launch_columns(
+    dy: Tensor,
+    x: Tensor | None,
+    statistics: Tensor | None,
+    num_heads: int,
+    cuts: Tensor,
+    order: Tensor | None,
+    out: Tensor,
+    tokens: int,
+) -> None:
+    columns = out.shape[1]
+    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    column_kernel[(out.shape[0], triton.cdiv(columns, block))](
+        dy,
+        dy if x is None else x,
+        out if statistics is None else statistics,
+        cuts,
+        cuts if order is None else order,
+        out,
+        tokens * num_heads,
+        num_heads,
+        columns // num_heads,
+        HAS_X=x is not None,
+        HAS_ORDER=order is not None,
+        BLOCK=block,
+        num_warps=4 if block >= 128 else 1,
         **arithmetic.OPTIONS,
     )

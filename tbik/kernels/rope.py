@@ -3,8 +3,9 @@
     y1 = x1*cos - x2*sin, y2 = x2*cos + x1*sin          backward: the same with -sin
 
 Suffixes: T tokens, H heads, D head_dim, R rotated elements. Pairs (i, i + R/2), interleaved: (2i, 2i + 1); the other
-D - R elements pass. fp32, four products and two sums, none fused, one cast. The tables come from the CPU's polynomials
-(C5). Bits: those of the CPU, batch-invariant (tests/test_kernels_rows.py). Not yet measured on a GPU.
+D - R elements pass. fp32, four products and two sums, none fused, one cast. Tables: sin and cos of
+fp32(position) * inv_freq by C5. Bits: those of the CPU, batch-invariant (tests/test_kernels_rows.py). Not yet measured
+on a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tbik import reference
 from tbik.errors import PlanError
-from tbik.kernels import arithmetic
+from tbik.kernels import arithmetic, elementary
 from tbik.kernels.rows import require_rows
+
+_MAX_ANGLE = tl.constexpr(reference.MAX_ANGLE)
+_MAX_POSITION = tl.constexpr(2**24)
 
 
 @triton.jit
@@ -88,3 +93,50 @@ def rope(
         **arithmetic.OPTIONS,
     )
     return y
+
+
+@triton.jit
+def tables_kernel(
+    positions_ptr, inv_freq_ptr, sin_ptr, cos_ptr, num_angles, half, scale, SCALES: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    is_live = at < num_angles
+    position = tl.load(positions_ptr + at // half, mask=is_live, other=0)
+    frequency = tl.load(inv_freq_ptr + at % half, mask=is_live, other=0.0)
+    angle = position.to(tl.float32) * frequency
+    # the host does not see the numbers: what the CPU refuses becomes NaN
+    is_served = (tl.abs(angle) <= _MAX_ANGLE) & (position < _MAX_POSITION) & (position > -_MAX_POSITION)
+    sin, cos = elementary.sin_cos(tl.where(is_served, angle, 0.0))
+    if SCALES:
+        sin = sin * scale
+        cos = cos * scale
+    tl.store(sin_ptr + at, tl.where(is_served, sin, float("nan")), mask=is_live)
+    tl.store(cos_ptr + at, tl.where(is_served, cos, float("nan")), mask=is_live)
+
+
+def rope_tables(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(sin, cos) fp32 [..., R/2] of positions int64 [...] and inv_freq fp32 [R/2] (C5), times scale unless it is 1.
+
+    A position of 2^24 and above or an angle beyond 2^20 gives NaN here, since the host does not see the numbers.
+    """
+    where = "kernels.rope_tables"
+    if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
+        raise PlanError(f"{where}: expected int64 positions and float32 inv_freq [R/2], got {positions.dtype}")
+    half = inv_freq.shape[0]
+    sin = torch.empty((*positions.shape, half), dtype=torch.float32, device=positions.device)
+    cos = torch.empty_like(sin)
+    if sin.numel() == 0:
+        return sin, cos
+    tables_kernel[(triton.cdiv(sin.numel(), 1024),)](
+        positions.contiguous(),
+        inv_freq.contiguous(),
+        sin,
+        cos,
+        sin.numel(),
+        half,
+        float(scale),
+        SCALES=scale != 1,
+        BLOCK=1024,
+        **arithmetic.OPTIONS,
+    )
+    return sin, cos

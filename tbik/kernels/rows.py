@@ -6,6 +6,7 @@ One program takes `rows` rows; lane l of block b stands at element l + 16 b of a
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,3 +50,20 @@ def require_rows(where: str, *tensors: Tensor | None) -> None:
                 f"{where}: expected contiguous rows [..., K] in bfloat16, float16 or float32, "
                 f"got {t.dtype} {list(t.shape)} with strides {t.stride()}"
             )
+
+
+def dense(t: Tensor) -> Tensor:
+    """t, contiguous, as its numbers read."""
+    return t.resolve_neg().contiguous()
+
+
+def dense_rows(t: Tensor) -> Tensor:
+    """t [..., K] as [T, K] with elements side by side: a view where the strides allow it."""
+    rows = t.resolve_neg().reshape(-1, t.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def device_integers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 values on the device. Kept: a copy in every call would cost more, and a CUDA graph captures none."""
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -82,3 +82,22 @@ def tiles_for(leaf: str, acc_dtype: str) -> Tiles:
             f"got {leaf!r} with {acc_dtype}; use leaf='fma'"
         )
     return MMA_TILES[architecture]
+
+
+class AttentionTile(NamedTuple):
+    """One compiled form of attention: rows = queries x query heads of a KV head; keys of a program of dK and dV."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def attention_tile(leaf: str, head_dim: int) -> AttentionTile:
+    """The tile by (architecture, head_dim), for any number of queries: prefill and decoding have the same bits."""
+    if leaf == FMA:
+        return AttentionTile(16, 16, 4, 1)
+    architecture = leaf.removeprefix("mma:")
+    if architecture not in MMA_TILES:
+        raise PlanError(f"kernels.tiles: tensor-core leaves exist for {ARCHITECTURES}, got {leaf!r}; use leaf='fma'")
+    return AttentionTile(64, 64, 8, 2 if head_dim <= 128 else 1)

@@ -4,8 +4,8 @@
     gelu(g) = g s, s = sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)), which is 0.5 g (1 + tanh(...)), the tanh form
     y = f(gate) up                                         dup = dy f(gate), dgate = (dy up) f'(gate)
 
-Everything in fp32, every product rounded; one cast per returned value. Bits: deterministic, batch-invariant
-(tests/test_activation.py).
+Everything in fp32, every product rounded; one cast per returned value. CPU, meta and CUDA tensors (tbik.kernels; not
+yet measured on a GPU). Bits: deterministic, batch-invariant (tests/test_activation.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _operator, _require_one_device, _shape
 from tbik.ops.rowwise import (
@@ -64,7 +65,7 @@ def _gelu_kind(where: str, approximate: str) -> str:
 def _apply(where: str, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
     if is_simple_pair(x, up):
         return _C.activation(x, up, kind)
-    require_rows(where, "x" if up is None else "gate", x)
+    require_rows(where, "x" if up is None else "gate", x, served=CPU_AND_CUDA)
     if up is not None:
         require_alike(where, "up", up, "gate", x)
     if is_direct(x, up):
@@ -76,7 +77,7 @@ def _apply(where: str, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
 def _gated(where: str, gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     if up is not None:
         return _apply(where, gate, up, kind)
-    require_rows(where, "the packed input", gate)
+    require_rows(where, "the packed input", gate, served=CPU_AND_CUDA)
     if gate.shape[-1] % 2:
         raise PlanError(f"{where}: expected [..., 2 I], gate before up, got {_shape(gate)}")
     if is_direct(gate):
@@ -91,15 +92,15 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(x: Tensor, kind: str) -> Tensor:
-    return _C.activation(*_halves(x), kind)
+    return kernels_of(x).activation(*_halves(x), kind)
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
-@_operator("activation", "(Tensor gate, Tensor? up, str kind) -> Tensor")
+@_operator("activation", "(Tensor gate, Tensor? up, str kind) -> Tensor", cuda=True)
 def _activation(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    return _C.activation(gate, up, kind)
+    return kernels_of(gate).activation(gate, up, kind)
 
 
 @_fake(_activation)
@@ -122,9 +123,9 @@ def _activation_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 differentiable(_activation, _activation_backward, _activation_setup)
 
 
-@_operator("activation_dx", "(Tensor dy, Tensor gate, Tensor? up, str kind) -> Tensor[]")
+@_operator("activation_dx", "(Tensor dy, Tensor gate, Tensor? up, str kind) -> Tensor[]", cuda=True)
 def _activation_dx(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> list[Tensor]:
-    return _C.activation_dx(dy, gate, up, kind, False)
+    return kernels_of(gate).activation_dx(dy, gate, up, kind, False)
 
 
 @_fake(_activation_dx)
@@ -133,7 +134,7 @@ def _activation_dx_fake(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) 
     return [gate.new_empty(gate.shape) for _ in range(1 if up is None else 2)]
 
 
-@_operator("activation_packed", "(Tensor x, str kind) -> Tensor")
+@_operator("activation_packed", "(Tensor x, str kind) -> Tensor", cuda=True)
 def _activation_packed(x: Tensor, kind: str) -> Tensor:
     return _packed(x, kind)
 
@@ -156,9 +157,9 @@ def _activation_packed_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 differentiable(_activation_packed, _activation_packed_backward, _activation_packed_setup)
 
 
-@_operator("activation_packed_dx", "(Tensor dy, Tensor x, str kind) -> Tensor")
+@_operator("activation_packed_dx", "(Tensor dy, Tensor x, str kind) -> Tensor", cuda=True)
 def _activation_packed_dx(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    return _C.activation_dx(dy, *_halves(x), kind, True)[0]
+    return kernels_of(x).activation_dx(dy, *_halves(x), kind, True)[0]
 
 
 @_fake(_activation_packed_dx)

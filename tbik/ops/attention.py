@@ -5,8 +5,9 @@
 
 Suffixes: T query tokens, S key tokens, H query heads, G KV heads, D head_dim, B sequences, P pages, N slots of a page,
 C nodes of covers. Position = index in the sequence; the queries of a sequence are its last positions.
-Specification: ORDER.md K1-K5. The operators live in torch.ops.tbik, are functional (store_kv writes into the caches)
-and know the CPU and (shapes only) the meta device. They have no autocast rule: autocast changes nothing.
+Specification: ORDER.md K1-K6. The operators live in torch.ops.tbik, are functional (store_kv writes into the caches)
+and know the CPU, CUDA (tbik.kernels; not yet measured on a GPU) and, shapes only, the meta device. They have no
+autocast rule: autocast changes nothing.
 
 Bits: deterministic and batch-invariant: a query's bits and every gradient ignore the other rows, the packing, the
 pages, chunks of the prompt and the number of heads (tests/test_attention.py); layout-invariant over heads.
@@ -23,15 +24,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tbik import _C
+from tbik import _C, devices
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.dropout import name_key, require_coordinates
-from tbik.ops.linear import _is_int, bias_grad
+from tbik.ops.linear import _is_int, _require_leaf, bias_grad
 from tbik.ops.samples import is_narrow
 from tbik.plan import TreePlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DEVICES = ("cpu", "meta")
 MAX_HEAD_DIM = 512
 
 
@@ -96,8 +97,8 @@ def attention(
     window: it sees the last `window` of them, its own included (and as many to the right if not causal).
     softcap: s = softcap tanh(s / softcap). sinks [H]: exp(sink - max) enters the sum of exponentials.
     sharing: the query heads that use each KV head; H / G heads each by default.
-    dropout: K5; the sum of exponentials takes every pair, the values the kept ones. plan: grad_wire_dtype of dsinks;
-    TreePlan() by default.
+    dropout: K5; the sum of exponentials takes every pair, the values the kept ones. plan: the leaf (K6) and the
+    grad_wire_dtype of dsinks; TreePlan() by default.
 
     Gradients: dq, dk, dv rounded once to the inputs' dtype, dsinks by sample leaves (a sequence is a sample) in fp32
     (K3). Where `sharing` holds a part of a KV head's query heads, dk and dv are parts too: refused, use
@@ -117,9 +118,10 @@ def attention(
     starts_q = _whole(q) if cu_q is None else cu_q
     starts_k = (_whole(k) if cu_q is None else cu_q) if cu_k is None else cu_k
     offsets = _head_offsets(runs)
+    leaf = _leaf_of(where, plan, q)
     wire = is_narrow(where, plan)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
-    out: Tensor = _attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, wire, train, *drop)[0]
+    out: Tensor = _attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, wire, train, *drop, leaf)[0]
     return out
 
 
@@ -149,10 +151,12 @@ def attention_forward(
     sinks: Tensor | None = None,
     sharing: Sequence[HeadRun] | None = None,
     dropout: AttentionDropout | None = None,
+    plan: TreePlan | None = None,
 ) -> AttentionState:
     """`attention` with what its backward needs; no autograd.
 
-    lse = m + log(total). The arguments are `attention`'s. Bits: batch-invariant, layout-invariant over heads.
+    lse = m + log(total). The arguments are `attention`'s; of the plan only the leaf matters. Bits: batch-invariant,
+    layout-invariant over heads.
     """
     where = "ops.attention_forward"
     mask = _require_mask(where, q, scale, causal, window, softcap)
@@ -161,8 +165,9 @@ def attention_forward(
     starts_k = (_whole(k) if cu_q is None else cu_q) if cu_k is None else cu_k
     offsets = _head_offsets(runs)
     drop = _require_dropout(where, dropout)
+    leaf = _leaf_of(where, plan, q)
     with torch.no_grad():
-        return AttentionState(*_attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, False, True, *drop))
+        return AttentionState(*_attention(q, k, v, starts_q, starts_k, sinks, offsets, *mask, False, True, *drop, leaf))
 
 
 class Gradients(NamedTuple):
@@ -190,6 +195,7 @@ def attention_backward(
     sinks: Tensor | None = None,
     sharing: Sequence[HeadRun] | None = None,
     dropout: AttentionDropout | None = None,
+    plan: TreePlan | None = None,
 ) -> Gradients:
     """The gradients of `attention_forward` in fp32, before any rounding (K3); no autograd.
 
@@ -215,8 +221,11 @@ def attention_backward(
     starts_k = (_whole(k) if cu_q is None else cu_q) if cu_k is None else cu_k
     flat = [number for run in runs for number in run]
     drop = _require_dropout(where, dropout)
+    leaf = _leaf_of(where, plan, q)
     with torch.no_grad():
-        dq, dk, dv, rows = _attention_backward(grad_out, q, k, v, *state, starts_q, starts_k, sinks, flat, *mask, *drop)
+        dq, dk, dv, rows = _attention_backward(
+            grad_out, q, k, v, *state, starts_q, starts_k, sinks, flat, *mask, *drop, leaf
+        )
     return Gradients(dq, dk, dv, rows if sinks is not None else None)
 
 
@@ -234,14 +243,17 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     sharing: Sequence[HeadRun] | None = None,
+    plan: TreePlan | None = None,
 ) -> Tensor:
     """`attention` over keys in pages, same bits; inference only.
 
     q [T, H, D]: the last query_start_loc[b + 1] - query_start_loc[b] positions of each sequence b, whose keys up to
     seq_lens[b] are already stored (`store_kv`). key_cache, value_cache [P, N, G, D] with any strides: a head-major
     cache [P, G, N, D] (vLLM on CPU) is passed as cache.transpose(1, 2). block_table int32 or int64 [B, pages]: position
-    s is slot s % N of page block_table[b, s // N]. seq_lens [B], query_start_loc [B + 1]: int32 or int64.
-    Errors: PlanError. Bits: batch-invariant; N, the order of the pages and stale slots change nothing.
+    s is slot s % N of page block_table[b, s // N]. seq_lens [B], query_start_loc [B + 1]: int32 or int64. plan: its
+    leaf (K6); TreePlan() by default.
+    Errors: PlanError; on CUDA, where the host does not see lengths and pages, what they make wrong is NaN. Bits:
+    batch-invariant; N, the order of the pages and stale slots change nothing.
     """
     where = "ops.paged_attention"
     mask = _require_mask(where, q, scale, causal, window, softcap)
@@ -258,7 +270,8 @@ def paged_attention(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, key_cache, value_cache, sinks)):
         raise PlanError(f"{where}: paged keys have no backward; use ops.attention to train, or torch.no_grad()")
     offsets = _head_offsets(runs)
-    arguments = (q, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, offsets, *mask)
+    leaf = _leaf_of(where, plan, q)
+    arguments = (q, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, offsets, *mask, leaf)
     # Straight to the kernel where the dispatcher has nothing to do: it would cost more than a short sequence.
     if not torch.compiler.is_compiling() and _C.is_direct(*arguments[:7]):
         return _paged_attention_kernel(*arguments)
@@ -289,16 +302,17 @@ def store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_
 # head_offsets [G + 1]: KV head g serves the query heads [head_offsets[g], head_offsets[g + 1]).
 
 _LIBRARY = torch.library.Library("tbik", "FRAGMENT")  # type: ignore[no-untyped-call]
-_DROPOUT = "float dropout, int[] coordinates"  # p; seed, step, name, first sample, first head
+_DROPOUT = 'float dropout, int[] coordinates, str leaf="fma"'  # p; seed, step, name, first sample, first head
 _MASK = "float scale, float softcap, bool causal, int window"
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Defines torch.ops.tbik.<name> with the decorated function as its CPU kernel; gives the operator."""
+    """Defines torch.ops.tbik.<name> with the decorated function as its CPU and CUDA kernel; gives the operator."""
 
     def define(kernel: Callable[..., Any]) -> Any:
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         return getattr(torch.ops.tbik, name).default
 
     return define
@@ -331,7 +345,14 @@ def _attention(
     train: bool,
     dropout: float,
     coordinates: list[int],
+    leaf: str = "fma",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if devices.is_cuda(q):
+        on_device: tuple[Tensor, Tensor, Tensor, Tensor] = kernels_of(q).attention(
+            q, k, v, cu_q, cu_k, None, sinks, head_offsets, scale, softcap, causal, window, dropout, coordinates, leaf,
+            True, train,
+        )  # fmt: skip
+        return on_device
     splits = train and q.dtype != torch.float32
     dtype = q.dtype
     if splits:  # fp32 operands have the same bits and leave the output unrounded
@@ -348,17 +369,30 @@ def _attention(
 
 @_fake(_attention)
 def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sinks: Tensor | None, *options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    sinks: Tensor | None,
+    head_offsets: list[int],
+    scale: float,
+    softcap: float,
+    causal: bool,
+    window: int,
+    narrow_sinks: bool,
+    train: bool,
+    *rest: Any,  # an argument that has its default is not passed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require_one_device(q, k, v, cu_q, cu_k, sinks)
     row = q.new_empty(q.shape[:2], dtype=torch.float32)
-    rest = q.new_empty(q.shape if options[-3] and q.dtype != torch.float32 else 0)
-    return q.new_empty(q.shape), row, torch.empty_like(row), rest
+    taken = q.new_empty(q.shape if train and q.dtype != torch.float32 else 0)
+    return q.new_empty(q.shape), row, torch.empty_like(row), taken
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_q, cu_k, sinks, ctx.head_offsets, *mask, ctx.narrow_sinks, _, dropout, coordinates = inputs
-    ctx.mask = (*mask, dropout, coordinates)  # as the backward takes them
+    q, k, v, cu_q, cu_k, sinks, ctx.head_offsets, *mask, ctx.narrow_sinks, _, dropout, coordinates, leaf = inputs
+    ctx.mask = (*mask, dropout, coordinates, leaf)  # as the backward takes them
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, cu_q, cu_k, sinks, *output)
 
@@ -370,7 +404,7 @@ def _attention_grad(ctx: Any, grad_out: Tensor, *unused: Tensor) -> tuple[Any, .
     dq, dk, dv, rows = _attention_backward(grad_out, q, k, v, *state, cu_q, cu_k, sinks, flat, *ctx.mask)
     dsinks = _sinks_grad(rows, cu_q, ctx.narrow_sinks) if sinks is not None and ctx.needs_input_grad[5] else None
     dq, dk, dv = _round(dq, q.dtype), _round(dk, k.dtype), _round(dv, v.dtype)
-    return dq, dk, dv, None, None, dsinks, *(None,) * 9
+    return dq, dk, dv, None, None, dsinks, *(None,) * 10
 
 
 torch.library.register_autograd(_attention, _attention_grad, setup_context=_attention_setup, lib=_LIBRARY)
@@ -400,14 +434,22 @@ def _attention_backward(
     window: int,
     dropout: float,
     coordinates: list[int],
+    leaf: str = "fma",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if rest.numel():
+    if rest.numel() and not devices.is_cuda(q):
         out = _C.fold([out, rest], _inputs(2), out_dtype=torch.float32)
     head_runs = _runs_of(runs)
     offsets = _head_offsets(head_runs)
     if q.dim() != 3 or offsets[-1] != q.shape[1]:
         raise PlanError(f"tbik.attention_backward: {offsets[-1]} query heads in the runs, q is {_shape(q)}")
     programs = [_head_schedule(run) for run in head_runs]
+    if devices.is_cuda(q):
+        on_device = kernels_of(q).attention_backward(
+            grad_out, q, k, v, (out, m, total, rest), cu_q, cu_k, sinks, offsets, scale, softcap, causal, window,
+            programs, dropout, coordinates, leaf,
+        )  # fmt: skip
+        dq, dk, dv, d_sink_rows = on_device
+        return dq, dk, dv, m.new_empty((0, 0)) if d_sink_rows is None else d_sink_rows
     result = _refusing(
         _C.attention_backward, grad_out, q, k, v, out, m, total, cu_q, cu_k, sinks, offsets, scale, softcap,
         causal, window, programs, dropout, coordinates,
@@ -443,7 +485,8 @@ def _attention_backward_fake(
 @_operator("attention_round", "(Tensor x, ScalarType dtype) -> Tensor")
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     """One rounding of an fp32 gradient, NaN canonical, whatever mode the process is in."""
-    return _C.fold([x], _inputs(1), out_dtype=dtype)
+    rounded: Tensor = kernels_of(x).fold([x], _inputs(1), out_dtype=dtype)
+    return rounded
 
 
 @_fake(_round)
@@ -477,7 +520,14 @@ def _paged_attention_kernel(
     softcap: float,
     causal: bool,
     window: int,
+    leaf: str = "fma",
 ) -> Tensor:
+    if devices.is_cuda(q):
+        on_device: Tensor = kernels_of(q).attention(
+            q, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, head_offsets, scale, softcap,
+            causal, window, 0.0, [], leaf, False, False,
+        )[0]  # fmt: skip
+        return on_device
     out: Tensor = _refusing(
         _C.attention, q, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, head_offsets, scale,
         softcap, causal, window,
@@ -488,7 +538,7 @@ def _paged_attention_kernel(
 _paged_attention = _operator(
     "paged_attention",
     "(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
-    f"Tensor? sinks, int[] head_offsets, {_MASK}) -> Tensor",
+    f'Tensor? sinks, int[] head_offsets, {_MASK}, str leaf="fma") -> Tensor',
 )(_paged_attention_kernel)
 
 
@@ -503,7 +553,7 @@ def _paged_attention_fake(q: Tensor, *rest: Any) -> Tensor:
     "(Tensor k, Tensor v, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
 )
 def _store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    _refusing(_C.store_kv, k, v, key_cache, value_cache, slot_mapping)
+    _refusing(kernels_of(k).store_kv, k, v, key_cache, value_cache, slot_mapping)
     # a backward that saved a cache must notice the write
     written = [cache for cache in (key_cache, value_cache) if not cache.is_inference()]
     if written:
@@ -585,10 +635,17 @@ def _require_tensor(where: str, name: str, t: Tensor) -> None:
         raise PlanError(f"{where}: {name} is a dense tensor, got layout {t.layout}; pack the sequences (cu_q, cu_k)")
     if type(t) not in (Tensor, torch.nn.Parameter) and hasattr(t, "device_mesh"):
         raise PlanError(f"{where}: {name} is a plain tensor, got a DTensor; use {name}.to_local()")
-    if t.device.type not in DEVICES:
+    if t.device.type not in CPU_AND_CUDA:
         raise PlanError(
-            f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(DEVICES)}; use {name}.cpu()"
+            f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(CPU_AND_CUDA)}; use {name}.cpu()"
         )
+
+
+def _leaf_of(where: str, plan: TreePlan | None, q: Tensor) -> str:
+    if plan is None or plan.leaf == "fma":
+        return "fma"
+    _require_leaf(where, plan, q)
+    return plan.leaf
 
 
 def _require_operand(where: str, name: str, t: Tensor, q: Tensor, dims: int, form: str) -> None:

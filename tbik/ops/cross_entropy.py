@@ -10,7 +10,7 @@ no label smoothing and no z-loss.
 
 Memory of a call beside logits and result: the forward 8 bytes per token (no [T, V] tensor); the backward writes dlogits
 once, in the logits' dtype, and holds nothing else. Saved for the backward: the logits and 4 bytes per token.
-Bits: deterministic, batch-invariant, layout-invariant (tests/test_cross_entropy.py). CPU and meta tensors.
+Bits: deterministic, batch-invariant, layout-invariant (tests/test_cross_entropy.py). CPU, meta and CUDA tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _LIBRARY as LIBRARY
 from tbik.ops.linear import (
@@ -123,7 +123,7 @@ def sample_cover(sums: Tensor, first: int) -> Tensor:
     if not sums.numel():
         return sums.detach().clone()
     end = first + sums.numel()
-    return _C.fold(sums.detach()[:, None], _run_schedule(first, end, end, False, False)).view(-1)
+    return kernels_of(sums).fold(sums.detach()[:, None], _run_schedule(first, end, end, False, False)).view(-1)
 
 
 # --- any columns of a vocabulary: one rank's part; no autograd -------------------------------------------------------
@@ -132,31 +132,34 @@ def sample_cover(sums: Tensor, first: int) -> Tensor:
 def pick(x: Tensor, ids: Tensor, first: int) -> Tensor:
     """picked[..., i] = x[..., ids[..., i] - first] in fp32, -0.0 where that is no column of x (A8)."""
     require_rows("ops.pick", x, 1)
-    return _C.vocab_pick(x.detach().resolve_neg(), ids, first)
+    return kernels_of(x).vocab_pick(x.detach().resolve_neg(), ids, first)
 
 
 def losses_of(lse: Tensor, picked: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """loss = lse - picked, +0 where the target is ignored; all [...]."""
-    return _C.vocab_losses(lse, picked, targets, ignore_index)
+    return kernels_of(lse).vocab_losses(lse, picked, targets, ignore_index)
 
 
 def cross_entropy_dx(g: Tensor, x: Tensor, targets: Tensor, lse: Tensor, first: int, ignore_index: int) -> Tensor:
     """dx = cast(g * (exp(x - lse) - [j + first == t])) of the columns first, first + 1, ... of the vocabulary."""
     require_rows("ops.cross_entropy_dx", x, 1)
-    return _C.vocab_cross_entropy_dx(g, x.detach().resolve_neg(), targets, lse, first, ignore_index)
+    return kernels_of(x).vocab_cross_entropy_dx(g, x.detach().resolve_neg(), targets, lse, first, ignore_index)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-@_operator("cross_entropy", "(Tensor logits, Tensor targets, int leaves, int ignore_index) -> (Tensor, Tensor)")
+@_operator(
+    "cross_entropy", "(Tensor logits, Tensor targets, int leaves, int ignore_index) -> (Tensor, Tensor)", cuda=True
+)
 def _cross_entropy(logits: Tensor, targets: Tensor, leaves: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     require_range("ops.cross_entropy", "targets", targets, logits.shape[-1], ignore_index)
     require_leaves("ops.cross_entropy", leaves)
-    lse = _C.vocab_log_sum_exp(logits, leaves)
+    kernels = kernels_of(logits)
+    lse = kernels.vocab_log_sum_exp(logits, leaves)
     kept = targets.masked_fill(targets == ignore_index, 0)
-    picked = _C.vocab_pick(logits, kept[..., None], 0).view(lse.shape)
-    return _C.vocab_losses(lse, picked, targets, ignore_index), lse
+    picked = kernels.vocab_pick(logits, kept[..., None], 0).view(lse.shape)
+    return kernels.vocab_losses(lse, picked, targets, ignore_index), lse
 
 
 @_fake(_cross_entropy)
@@ -166,10 +169,12 @@ def _cross_entropy_fake(logits: Tensor, targets: Tensor, leaves: int, ignore_ind
 
 
 @_operator(
-    "cross_entropy_backward", "(Tensor g, Tensor logits, Tensor targets, Tensor lse, int ignore_index) -> Tensor"
+    "cross_entropy_backward",
+    "(Tensor g, Tensor logits, Tensor targets, Tensor lse, int ignore_index) -> Tensor",
+    cuda=True,
 )
 def _cross_entropy_backward(g: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int) -> Tensor:
-    return _C.vocab_cross_entropy_dx(g, logits, targets, lse, 0, ignore_index)
+    return kernels_of(logits).vocab_cross_entropy_dx(g, logits, targets, lse, 0, ignore_index)
 
 
 @_fake(_cross_entropy_backward)
@@ -190,9 +195,9 @@ def _cross_entropy_gradient(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, .
     return dx, None, None, None
 
 
-@_operator("sample_sums", "(Tensor losses, SymInt[]? sample_offsets) -> Tensor")
+@_operator("sample_sums", "(Tensor losses, SymInt[]? sample_offsets) -> Tensor", cuda=True)
 def _sample_sums(losses: Tensor, sample_offsets: list[int] | None) -> Tensor:
-    return _C.token_sums(losses, _offsets(losses[..., None], sample_offsets))
+    return kernels_of(losses).token_sums(losses, _offsets(losses[..., None], sample_offsets))
 
 
 @_fake(_sample_sums)
@@ -200,10 +205,10 @@ def _sample_sums_fake(losses: Tensor, sample_offsets: list[int] | None) -> Tenso
     return losses.new_empty((len(_offsets(losses[..., None], sample_offsets)) - 1,))
 
 
-@_operator("sample_sums_backward", "(Tensor g, Tensor losses, SymInt[]? sample_offsets) -> Tensor")
+@_operator("sample_sums_backward", "(Tensor g, Tensor losses, SymInt[]? sample_offsets) -> Tensor", cuda=True)
 def _sample_sums_backward(g: Tensor, losses: Tensor, sample_offsets: list[int] | None) -> Tensor:
-    offsets = torch.tensor(_offsets(losses[..., None], sample_offsets))
-    return g.repeat_interleave(offsets.diff()).reshape(losses.shape)
+    offsets = torch.tensor(_offsets(losses[..., None], sample_offsets), device=g.device)
+    return g.repeat_interleave(offsets.diff(), output_size=losses.numel()).reshape(losses.shape)
 
 
 @_fake(_sample_sums_backward)
@@ -220,12 +225,12 @@ def _sample_sums_gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return _sample_sums_backward(g, ctx.saved_tensors[0], ctx.sample_offsets), None
 
 
-@_operator("sample_root", "(Tensor sums) -> Tensor")
+@_operator("sample_root", "(Tensor sums) -> Tensor", cuda=True)
 def _sample_root(sums: Tensor) -> Tensor:
     if not sums.numel():
         return sums.new_zeros(())
     count = sums.numel()
-    root = _C.fold(sums.reshape(count, 1), _run_schedule(0, count, count, True, False))
+    root = kernels_of(sums).fold(sums.reshape(count, 1), _run_schedule(0, count, count, True, False))
     # not a view: autograd forbids in-place edits of a view that an operator returns
     scalar: Tensor = torch.ops.aten._unsafe_view.default(root, ())
     return scalar
@@ -332,6 +337,6 @@ def require_range(where: str, name: str, ids: Tensor, vocab: int, ignore_index: 
 
 
 def _require_float32(where: str, name: str, t: Tensor) -> None:
-    _require_dense(where, name, t)
+    _require_dense(where, name, t, CPU_AND_CUDA)
     if t.dtype != torch.float32:
         raise PlanError(f"{where}: {name} is float32, got {t.dtype}: losses are never rounded")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _is_int, _operator
 from tbik.ops.rowwise import differentiable, is_direct, is_number, refuse_vmap, require_rows
@@ -72,7 +72,7 @@ def dropout(
     Layout-invariant.
     """
     where = "ops.dropout"
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     firsts = {"first_sample": first_sample, "first_position": first_position, "first_feature": first_feature}
     require_coordinates(where, p, seed, step, name, **firsts)
     require_samples(where, x.shape[:-1], sample_offsets)
@@ -109,13 +109,14 @@ def _kernel(
     first_feature: int,
 ) -> Tensor:
     offsets = bounds(x.shape[:-1], sample_offsets)
-    return _C.dropout(x, p, seed, step, key, offsets, first_sample, first_position, first_feature)
+    return kernels_of(x).dropout(x, p, seed, step, key, offsets, first_sample, first_position, first_feature)
 
 
 _dropout = _operator(
     "dropout",
     "(Tensor x, float p, SymInt seed, SymInt step, int key, SymInt[]? sample_offsets, SymInt first_sample, "
     "SymInt first_position, SymInt first_feature) -> Tensor",
+    cuda=True,
 )(_kernel)
 
 

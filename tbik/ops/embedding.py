@@ -3,8 +3,8 @@
     y[t] = cast(w[ids[t]])         a row that this rank does not hold: -0.0, so that adding the ranks changes no bit
     dw[v] = tree over samples, blocks of 512 tokens of the chain (b_k = 1) of dy[t] over the tokens t with ids[t] = v
 
-Suffixes: V rows of the vocabulary, D columns. Bits: batch-invariant; gradients layout-invariant
-(tests/test_embedding.py).
+Suffixes: V rows of the vocabulary, D columns. CPU, meta and CUDA tensors (tbik.kernels; not yet measured on a GPU).
+Bits: batch-invariant; gradients layout-invariant (tests/test_embedding.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tbik import _C, tree
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _is_int, _name, _operator, _require_dense, _require_one_device, _require_same_device
 from tbik.ops.linear import _shape as shape_of
@@ -47,7 +48,8 @@ def embedding(
     default) -> [..., D] in out_dtype (w.dtype): an fp32 master weight is rounded once, a bf16 one widened exactly.
     sample_offsets, plan: as in rms_norm, for the gradient; ids [B, T] are B samples.
     Gradient: dw fp32 [V, D], dense; embedding_row_gradients gives the rows alone. Errors: PlanError, ValueError for an
-    id outside the vocabulary. Batch-invariant; dw layout-invariant.
+    id outside the vocabulary (on CUDA NaN in its row: the host does not see the ids). Batch-invariant; dw
+    layout-invariant.
     """
     plain = vocabulary is None and out_dtype is None and sample_offsets is None and plan is None
     plain = plain and first_row == 0 and type(first_row) is int and is_simple(w) and is_direct(ids) and w.dim() == 2
@@ -56,7 +58,7 @@ def embedding(
         return _C.embedding(ids, w, 0, w.shape[0], w.dtype)
     where = "ops.embedding"
     total = _require_ids(where, ids, w.shape[0] if isinstance(w, Tensor) and w.dim() else 0, first_row, vocabulary)
-    _require_dense(where, "w", w)
+    _require_dense(where, "w", w, CPU_AND_CUDA)
     if w.dim() != 2 or w.dtype not in DTYPES or w.shape[1] < 1:
         raise PlanError(f"{where}: expected w [V, D] in bfloat16, float16 or float32, got {w.dtype} {shape_of(w)}")
     _require_same_device(where, "ids", ids, "w", w)
@@ -89,7 +91,7 @@ def embedding_row_gradients(
     where = "ops.embedding_row_gradients"
     total, offsets = _require_row_gradients(where, dy, ids, num_rows, first_row, vocabulary, sample_offsets)
     narrow = is_narrow(where, plan)
-    return RowGradients(*_C.embedding_rows(dy, ids, first_row, num_rows, total, offsets, narrow))
+    return RowGradients(*kernels_of(dy).embedding_rows(dy, ids, first_row, num_rows, total, offsets, narrow))
 
 
 def embedding_cover(
@@ -115,7 +117,7 @@ def embedding_cover(
         part = offsets[node.lo - first_sample : node.hi - first_sample + 1]
         tokens = slice(part[0], part[-1])
         own = [offset - part[0] for offset in part]
-        rows = _C.embedding_rows(dy_TD[tokens], ids_T[tokens], first_row, num_rows, total, own, narrow)
+        rows = kernels_of(dy).embedding_rows(dy_TD[tokens], ids_T[tokens], first_row, num_rows, total, own, narrow)
         nodes.append(RowGradients(*rows))
     return nodes
 
@@ -145,7 +147,7 @@ def _require_row_gradients(
     sample_offsets: Sequence[int] | None,
 ) -> tuple[int, list[int]]:
     total = _require_ids(where, ids, num_rows, first_row, vocabulary)
-    require_rows(where, "dy", dy)
+    require_rows(where, "dy", dy, served=CPU_AND_CUDA)
     if dy.shape[:-1] != ids.shape:
         raise PlanError(f"{where}: expected dy [..., D] and ids [...], got {shape_of(dy)} and {shape_of(ids)}")
     require_samples(where, ids.shape, sample_offsets)
@@ -159,6 +161,7 @@ def _require_row_gradients(
     "embedding",
     "(Tensor ids, Tensor w, int first_row, SymInt vocabulary, ScalarType out_dtype, SymInt[]? sample_offsets, "
     "bool narrow) -> Tensor",
+    cuda=True,
 )
 def _embedding(
     ids: Tensor,
@@ -169,7 +172,7 @@ def _embedding(
     sample_offsets: list[int] | None,
     narrow: bool,
 ) -> Tensor:
-    return _C.embedding(ids, w, first_row, vocabulary, out_dtype)
+    return kernels_of(w).embedding(ids, w, first_row, vocabulary, out_dtype)
 
 
 @_fake(_embedding)
@@ -199,6 +202,7 @@ differentiable(_embedding, _embedding_backward, _embedding_setup)
     "embedding_dw",
     "(Tensor dy, Tensor ids, SymInt num_rows, int first_row, SymInt vocabulary, SymInt[]? sample_offsets, bool narrow) "
     "-> Tensor",
+    cuda=True,
 )
 def _embedding_dw(
     dy: Tensor,
@@ -210,7 +214,7 @@ def _embedding_dw(
     narrow: bool,
 ) -> Tensor:
     offsets = bounds(ids.shape, sample_offsets)
-    rows, values = _C.embedding_rows(dy, ids, first_row, num_rows, vocabulary, offsets, narrow)
+    rows, values = kernels_of(dy).embedding_rows(dy, ids, first_row, num_rows, vocabulary, offsets, narrow)
     dw = dy.new_zeros((num_rows, dy.shape[-1]), dtype=torch.float32)
     dw[rows] = values
     return dw

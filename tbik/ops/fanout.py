@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _is_int, _operator, _require_one_device
 from tbik.ops.rowwise import refuse_derivative, refuse_vmap, require_rows
@@ -25,7 +25,7 @@ def fanout(x: Tensor, n: int) -> tuple[Tensor, ...]:
     x [...] in bf16, fp16 or fp32. A consumer without a gradient counts as +0. Errors: PlanError. Batch-invariant.
     """
     where = "ops.fanout"
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     if not _is_int(n) or n < 1:
         raise PlanError(f"{where}: n is an integer >= 1, got {n!r}")
     views: tuple[Tensor, ...] = _Fanout.apply(x, n)  # type: ignore[no-untyped-call]
@@ -42,9 +42,9 @@ class _Fanout(torch.autograd.Function):
         return _sum_inputs(list(grads)), None
 
 
-@_operator("sum_inputs", "(Tensor[] inputs) -> Tensor")
+@_operator("sum_inputs", "(Tensor[] inputs) -> Tensor", cuda=True)
 def _sum_inputs(inputs: list[Tensor]) -> Tensor:
-    return _C.sum_inputs(inputs)
+    return kernels_of(inputs[0]).sum_inputs(inputs)
 
 
 @_fake(_sum_inputs)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tbik import _C, tree
+from tbik import _C, devices, tree
 from tbik.errors import PlanError
 from tbik.plan import TreePlan
 
@@ -35,7 +35,7 @@ TOKENS_PER_BLOCK = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NARROW = DTYPES[:3]
 DEVICES = ("cpu", "meta")
-LINEAR_DEVICES = ("cpu", "meta", "cuda")
+LINEAR_DEVICES = devices.CPU_AND_CUDA
 
 Parallel = Literal["row", "column"]
 
@@ -759,9 +759,9 @@ def _contract(
     chain = compute if all(t.dtype == compute for t in a) else acc
     if isinstance(b, list) and chain != compute:
         b = [t.to(compute) for t in b]  # the kernel widens exactly, and rounds an fp32 master weight to `compute`
-    if _is_cuda(a[0]):
+    if devices.is_cuda(a[0]):
         assert isinstance(b, list), "packs are made of CPU tensors"
-        on_device: Tensor = _cuda_matmul().contract(
+        on_device: Tensor = devices.cuda_module("matmul").contract(
             [t.to(chain) for t in a],
             [t.to(chain) for t in b],
             cuts,
@@ -774,22 +774,6 @@ def _contract(
         )
         return on_device
     return _C.gemm(a, a_k_major, b, b_k_major, cuts, schedule, _name(chain), bias, out_dtype=out_dtype)
-
-
-def _is_cuda(t: Tensor) -> bool:
-    return t.device.type == "cuda"
-
-
-def _cuda_matmul() -> Any:
-    try:
-        from tbik.kernels import matmul
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise PlanError(
-            "tbik::linear: CUDA tensors need triton, which is not here: pip install 'tbik[cuda]'"
-        ) from error
-    return matmul
 
 
 def _shaped(out: Tensor, *shape: int) -> Tensor:
@@ -966,7 +950,7 @@ def _require_pack(
         )
 
 
-def _require_dense(where: str, name: str, t: Tensor, devices: tuple[str, ...] = DEVICES) -> None:
+def _require_dense(where: str, name: str, t: Tensor, served: tuple[str, ...] = DEVICES) -> None:
     if not isinstance(t, Tensor):
         raise PlanError(f"{where}: {name} is a tensor, got {_kind(t)}")
     if not torch.compiler.is_compiling():
@@ -976,10 +960,8 @@ def _require_dense(where: str, name: str, t: Tensor, devices: tuple[str, ...] = 
     _require_dtype(where, name, t.dtype)
     if type(t) not in (Tensor, torch.nn.Parameter) and hasattr(t, "device_mesh"):
         raise PlanError(f"{where}: {name} is a plain tensor, got a DTensor; use {name}.to_local() or tbik.nn")
-    if t.device.type not in devices:
-        raise PlanError(
-            f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(devices)}; use {name}.cpu()"
-        )
+    if t.device.type not in served:
+        raise PlanError(f"{where}: {name} is on {t.device}, kernels exist for {' and '.join(served)}; use {name}.cpu()")
 
 
 def _require_leaf(where: str, plan: TreePlan, t: Tensor) -> None:
@@ -1091,9 +1073,9 @@ def _require_same_device(where: str, first: str, a: Tensor, second: str, b: Tens
 
 
 def _require_one_device(*tensors: Tensor | None) -> None:
-    devices = sorted({str(t.device) for t in tensors if t is not None})
-    if len(devices) > 1:
-        raise PlanError(f"tbik: the tensors of one operator are on {' and '.join(devices)}; move them to one device")
+    places = sorted({str(t.device) for t in tensors if t is not None})
+    if len(places) > 1:
+        raise PlanError(f"tbik: the tensors of one operator are on {' and '.join(places)}; move them to one device")
 
 
 def _require_weight(where: str, name: str, w: Tensor, x: Tensor, compute: torch.dtype) -> None:

@@ -5,7 +5,8 @@
 
 Suffixes: V the vocabulary, n ids per row. Log-probabilities are fp32, whatever the dtype of the logits.
 Memory of a call beside logits and result: 4 bytes per row, and k entries per thread; no [T, V] tensor.
-Bits: deterministic, batch-invariant, layout-invariant (tests/test_logprobs.py); CPU and meta tensors.
+Bits: deterministic, batch-invariant, layout-invariant (tests/test_logprobs.py). CPU, meta and
+CUDA tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tbik import _C
+from tbik.devices import kernels_of
 from tbik.errors import PlanError
 from tbik.ops.cross_entropy import _cross_entropy_backward, require_ids, require_range
 from tbik.ops.linear import _LIBRARY as LIBRARY
@@ -98,24 +99,25 @@ def argmax(x: Tensor) -> Tensor:
 def top_k_of(x: Tensor, k: int, first: int) -> TopK:
     """top_k of the columns first, first + 1, ...; where there are fewer than k, the rest is (-inf, -1)."""
     require_rows("ops.top_k_of", x, 1)
-    return TopK(*_C.vocab_top_k(x.detach().resolve_neg(), None, first, k))
+    return TopK(*kernels_of(x).vocab_top_k(x.detach().resolve_neg(), None, first, k))
 
 
 def merge_top_k(values: Tensor, ids: Tensor, k: int) -> TopK:
     """The k first of candidates [..., n] in the same order; a negative id is no candidate."""
-    return TopK(*_C.vocab_top_k(values, ids, 0, k))
+    return TopK(*kernels_of(values).vocab_top_k(values, ids, 0, k))
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-@_operator("logprobs", "(Tensor logits, Tensor ids, int leaves) -> (Tensor, Tensor)")
+@_operator("logprobs", "(Tensor logits, Tensor ids, int leaves) -> (Tensor, Tensor)", cuda=True)
 def _logprobs(logits: Tensor, ids: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
     require_range("ops.logprobs", "ids", ids, logits.shape[-1], None)
     require_leaves("ops.logprobs", leaves)
-    lse = _C.vocab_log_sum_exp(logits, leaves)
+    kernels = kernels_of(logits)
+    lse = kernels.vocab_log_sum_exp(logits, leaves)
     ids_n = ids if ids.dim() == logits.dim() else ids[..., None]
-    logp = _C.vocab_log_softmax_of(_C.vocab_pick(logits, ids_n, 0), lse)
+    logp = kernels.vocab_log_softmax_of(kernels.vocab_pick(logits, ids_n, 0), lse)
     return torch.ops.aten._unsafe_view.default(logp, ids.shape), lse
 
 
@@ -142,11 +144,12 @@ def _logprobs_gradient(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
 torch.library.register_autograd(_logprobs, _logprobs_gradient, setup_context=_logprobs_setup, lib=LIBRARY)
 
 
-@_operator("top_logprobs", "(Tensor logits, int k, int leaves) -> (Tensor, Tensor)")
+@_operator("top_logprobs", "(Tensor logits, int k, int leaves) -> (Tensor, Tensor)", cuda=True)
 def _top_logprobs(logits: Tensor, k: int, leaves: int) -> tuple[Tensor, Tensor]:
     require_leaves("ops.top_logprobs", leaves)
-    values, ids = _C.vocab_top_k(logits, None, 0, k)
-    return _C.vocab_log_softmax_of(values, _C.vocab_log_sum_exp(logits, leaves)), ids
+    kernels = kernels_of(logits)
+    values, ids = kernels.vocab_top_k(logits, None, 0, k)
+    return kernels.vocab_log_softmax_of(values, kernels.vocab_log_sum_exp(logits, leaves)), ids
 
 
 @_fake(_top_logprobs)
@@ -154,9 +157,9 @@ def _top_logprobs_fake(logits: Tensor, k: int, leaves: int) -> tuple[Tensor, Ten
     return _k_per_row(logits, k)
 
 
-@_operator("top_k", "(Tensor x, int k) -> (Tensor, Tensor)")
+@_operator("top_k", "(Tensor x, int k) -> (Tensor, Tensor)", cuda=True)
 def _top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return _C.vocab_top_k(x, None, 0, k)
+    return kernels_of(x).vocab_top_k(x, None, 0, k)
 
 
 @_fake(_top_k)

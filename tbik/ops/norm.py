@@ -6,6 +6,7 @@
                                             (rms: no c1)
 
 Suffixes: K elements of a row, T tokens, H heads, D head_dim. Everything in fp32, one rounding per returned value.
+CPU, meta and CUDA tensors (tbik.kernels; not yet measured on a GPU).
 Bits: deterministic, batch-invariant; gradients of parameters layout-invariant (tests/test_norm.py).
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tbik import _C, tree
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import CoverRun, _fake, _is_int, _operator, _require_flag, _require_one_device
 from tbik.ops.linear import _token_blocks as token_blocks
@@ -61,7 +63,7 @@ def rms_norm(
     if plain and type(eps) is float and 0 <= eps < 1 and type(offset) is bool and is_simple(x, w) and x.dim() < 4:
         return _C.norm(x, None, w, None, eps, False, offset, x.dtype)[0]
     where = "ops.rms_norm"
-    require_rows(where, "x", x, 2 if heads else 1)
+    require_rows(where, "x", x, 2 if heads else 1, served=CPU_AND_CUDA)
     require_parameter(where, "w", w, x)
     require_eps(where, eps)
     _require_flag(where, "offset", offset)
@@ -97,7 +99,7 @@ def add_rms_norm(
     if plain and is_simple(x, w) and x.dim() < 4:
         return _C.norm(x, residual, w, None, eps, False, offset, x.dtype)
     where = "ops.add_rms_norm"
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     require_alike(where, "residual", residual, "x", x)
     require_parameter(where, "w", w, x)
     require_eps(where, eps)
@@ -130,7 +132,7 @@ def layer_norm(
     if plain and type(eps) is float and 0 <= eps < 1 and is_simple(x, w, bias) and x.dim() < 4:
         return _C.norm(x, None, w, bias, eps, True, False, x.dtype)[0]
     where = "ops.layer_norm"
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     require_parameter(where, "w", w, x)
     if bias is not None:
         require_parameter(where, "bias", bias, x)
@@ -160,8 +162,8 @@ def rms_norm_backward_f32(
     dy [..., K] in any dtype that is exact in fp32; x, w, eps, offset, compute_dtype as in the forward. Batch-invariant.
     """
     where = "ops.rms_norm_backward_f32"
-    require_rows(where, "x", x)
-    require_rows(where, "dy", dy)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
+    require_rows(where, "dy", dy, served=CPU_AND_CUDA)
     if dy.shape != x.shape:
         raise PlanError(f"{where}: expected dy and x alike in shape, got {list(dy.shape)} and {list(x.shape)}")
     require_parameter(where, "w", w, x)
@@ -214,7 +216,7 @@ def norm_weight_head_covers(
     if not 0 <= run.lo <= run.hi <= run.length or run.hi - run.lo != dy.shape[-2]:
         raise PlanError(f"{where}: expected heads [lo, hi) of the {dy.shape[-2]} heads in dy, got {run}")
     cuts, num_blocks = token_blocks(offsets)
-    leaves = _C.column_leaves(dy, x, dy.shape[-2], eps, False, cuts)
+    leaves = kernels_of(dy).column_leaves(dy, x, dy.shape[-2], eps, False, cuts)
     return fold_heads(leaves.reshape(-1, dy.shape[-2], dy.shape[-1]), num_blocks, run)
 
 
@@ -235,16 +237,16 @@ def fold_head_covers(
     nodes = [(node.level, node.index) for run in runs for node in tree.cover(run.lo, run.hi)]
     program = _C.nodes_schedule(nodes, runs[0].length)
     values = torch.cat(list(covers), dim=1)
-    per_sample = [_C.fold(list(sample), program) for sample in values]
+    per_sample = [kernels_of(sample).fold(list(sample), program) for sample in values]
     return fold_sample_leaves(torch.stack(per_sample), is_narrow(where, plan), first_sample)
 
 
 def _require_gradient(
     where: str, dy: Tensor, x: Tensor | None, heads: bool, sample_offsets: Sequence[int] | None
 ) -> list[int]:
-    require_rows(where, "dy", dy, 2 if heads else 1)
+    require_rows(where, "dy", dy, 2 if heads else 1, served=CPU_AND_CUDA)
     if x is not None:
-        require_rows(where, "x", x)
+        require_rows(where, "x", x, served=CPU_AND_CUDA)
         if dy.shape != x.shape:
             raise PlanError(f"{where}: expected dy and x alike in shape, got {list(dy.shape)} and {list(x.shape)}")
     lead = dy.shape[: -2 if heads else -1]
@@ -278,6 +280,7 @@ def _gradients(
     "norm_gradients",
     "(Tensor dy, Tensor x, Tensor w, Tensor? residual, float eps, bool centered, bool offset, bool heads, "
     "ScalarType compute, bool[] wanted, SymInt[]? sample_offsets, bool narrow) -> Tensor[]",
+    cuda=True,
 )
 def _norm_gradients(
     dy: Tensor,
@@ -298,7 +301,7 @@ def _norm_gradients(
     cuts, num_blocks = token_blocks(bounds(lead, sample_offsets))
     num_heads = dy.shape[-2] if heads else 1
     with_dx, with_dw, with_dbias = wanted
-    dx, *leaves = _C.norm_gradients(
+    dx, *leaves = kernels_of(x).norm_gradients(
         dy, x, w, residual, eps, centered, offset, compute, x.dtype, with_dx, with_dw, with_dbias, num_heads, cuts
     )
     results = [] if dx is None else [dx]
@@ -329,6 +332,7 @@ def _norm_gradients_fake(
     "rms_norm",
     "(Tensor x, Tensor w, float eps, bool offset, bool heads, ScalarType compute, SymInt[]? sample_offsets, "
     "bool narrow) -> Tensor",
+    cuda=True,
 )
 def _rms_norm(
     x: Tensor,
@@ -340,7 +344,7 @@ def _rms_norm(
     sample_offsets: list[int] | None,
     narrow: bool,
 ) -> Tensor:
-    return _C.norm(x, None, w, None, eps, False, offset, compute)[0]
+    return kernels_of(x).norm(x, None, w, None, eps, False, offset, compute)[0]
 
 
 @_fake(_rms_norm)
@@ -370,6 +374,7 @@ differentiable(_rms_norm, _rms_norm_backward, _rms_norm_setup)
     "add_rms_norm",
     "(Tensor x, Tensor residual, Tensor w, float eps, bool offset, ScalarType compute, SymInt[]? sample_offsets, "
     "bool narrow) -> (Tensor, Tensor)",
+    cuda=True,
 )
 def _add_rms_norm(
     x: Tensor,
@@ -381,7 +386,7 @@ def _add_rms_norm(
     sample_offsets: list[int] | None,
     narrow: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _C.norm(x, residual, w, None, eps, False, offset, compute)
+    return kernels_of(x).norm(x, residual, w, None, eps, False, offset, compute)
 
 
 @_fake(_add_rms_norm)
@@ -410,6 +415,7 @@ differentiable(_add_rms_norm, _add_rms_norm_backward, _add_rms_norm_setup)
     "layer_norm",
     "(Tensor x, Tensor w, Tensor? bias, float eps, ScalarType compute, SymInt[]? sample_offsets, bool narrow) "
     "-> Tensor",
+    cuda=True,
 )
 def _layer_norm(
     x: Tensor,
@@ -420,7 +426,7 @@ def _layer_norm(
     sample_offsets: list[int] | None,
     narrow: bool,
 ) -> Tensor:
-    return _C.norm(x, None, w, bias, eps, True, False, compute)[0]
+    return kernels_of(x).norm(x, None, w, bias, eps, True, False, compute)[0]
 
 
 @_fake(_layer_norm)
@@ -447,6 +453,7 @@ differentiable(_layer_norm, _layer_norm_backward, _layer_norm_setup)
     "norm_dx",
     "(Tensor dy, Tensor x, Tensor w, Tensor? residual, float eps, bool centered, bool offset, ScalarType compute, "
     "ScalarType out_dtype) -> Tensor",
+    cuda=True,
 )
 def _norm_dx(
     dy: Tensor,
@@ -459,7 +466,7 @@ def _norm_dx(
     compute: torch.dtype,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return _C.norm_dx(dy, x, w, residual, eps, centered, offset, compute, out_dtype)
+    return kernels_of(x).norm_dx(dy, x, w, residual, eps, centered, offset, compute, out_dtype)
 
 
 @_fake(_norm_dx)
@@ -481,6 +488,7 @@ def _norm_dx_fake(
 @_operator(
     "column_grad",
     "(Tensor dy, Tensor? x, float eps, bool centered, bool heads, SymInt[]? sample_offsets, bool narrow) -> Tensor",
+    cuda=True,
 )
 def _column_grad(
     dy: Tensor,
@@ -510,7 +518,7 @@ def _fold_columns(
         shape = (dy.shape[-1],) if first_sample is None else (0, dy.shape[-1])
         return dy.new_zeros(shape, dtype=torch.float32)
     num_heads = dy.shape[-2] if heads else 1
-    leaves = _C.column_leaves(dy, x, num_heads, eps, centered, cuts)
+    leaves = kernels_of(dy).column_leaves(dy, x, num_heads, eps, centered, cuts)
     return _root(leaves, num_blocks, num_heads, heads, narrow, first_sample)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import CoverRun, _fake, _is_int, _name, _operator, _run_schedule
 from tbik.ops.rowwise import DTYPES, differentiable, is_direct, is_simple, refuse_derivative, refuse_vmap, require_rows
@@ -42,7 +43,7 @@ def sum_cover(x: Tensor, run: CoverRun, *, leaves: int) -> Tensor:
     x [..., k], this rank's elements -> fp32 [C, ...], the nodes of tree.cover(run.lo, run.hi). Layout-invariant.
     """
     where = "ops.sum_cover"
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     _require_leaves(where, leaves)
     if not isinstance(run, CoverRun) or not 0 <= run.lo <= run.hi <= leaves:
         raise PlanError(f"{where}: expected leaves within [0, {leaves}), got {run!r}")
@@ -50,7 +51,9 @@ def sum_cover(x: Tensor, run: CoverRun, *, leaves: int) -> Tensor:
     own = [cut - cuts[run.lo] for cut in cuts[run.lo : run.hi + 1]]
     if x.shape[-1] != own[-1]:
         raise PlanError(f"{where}: leaves [{run.lo}, {run.hi}) of {run.length} are {own[-1]} long, x has {x.shape[-1]}")
-    return _C.row_nodes(x.detach(), own, _run_schedule(run.lo, run.hi, leaves, False, False), 1, torch.float32)
+    return kernels_of(x).row_nodes(
+        x.detach(), own, _run_schedule(run.lo, run.hi, leaves, False, False), 1, torch.float32
+    )
 
 
 def _require_leaves(where: str, leaves: int) -> None:
@@ -61,7 +64,7 @@ def _require_leaves(where: str, leaves: int) -> None:
 def _reduce(where: str, x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype | None) -> Tensor:
     if out_dtype is None and leaves == 1 and type(leaves) is int and is_simple(x) and x.shape[-1] <= MAX_LENGTH:
         return _kernel(x, 1, mean, x.dtype)
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     _require_leaves(where, leaves)
     if x.shape[-1] > MAX_LENGTH:
         raise PlanError(f"{where}: rows of at most 2**24 elements, got {x.shape[-1]}")
@@ -77,13 +80,13 @@ def _reduce(where: str, x: Tensor, leaves: int, mean: bool, out_dtype: torch.dty
 def _kernel(x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype) -> Tensor:
     length = x.shape[-1]
     root = _run_schedule(0, leaves, leaves, True, False)
-    return _C.row_nodes(x, _C.cuts(length, leaves), root, length if mean else 1, out_dtype)
+    return kernels_of(x).row_nodes(x, _C.cuts(length, leaves), root, length if mean else 1, out_dtype)
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
-@_operator("row_sum", "(Tensor x, int leaves, bool mean, ScalarType out_dtype) -> Tensor")
+@_operator("row_sum", "(Tensor x, int leaves, bool mean, ScalarType out_dtype) -> Tensor", cuda=True)
 def _row_sum(x: Tensor, leaves: int, mean: bool, out_dtype: torch.dtype) -> Tensor:
     _require_leaves("ops.mean" if mean else "ops.sum", leaves)
     return _kernel(x, leaves, mean, out_dtype)
@@ -106,9 +109,9 @@ def _row_sum_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 differentiable(_row_sum, _row_sum_backward, _row_sum_setup)
 
 
-@_operator("row_sum_dx", "(Tensor dy, SymInt length, bool mean, ScalarType dtype) -> Tensor")
+@_operator("row_sum_dx", "(Tensor dy, SymInt length, bool mean, ScalarType dtype) -> Tensor", cuda=True)
 def _row_sum_dx(dy: Tensor, length: int, mean: bool, dtype: torch.dtype) -> Tensor:
-    value = _C.fold([dy], _run_schedule(0, 1, 1, True, False), length if mean else 1, None, dtype)
+    value = kernels_of(dy).fold([dy], _run_schedule(0, 1, 1, True, False), length if mean else 1, None, dtype)
     return value[..., None].expand(*value.shape, length).contiguous()
 
 

@@ -3,7 +3,8 @@
     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin        pairs (i, i + R/2), interleaved (2i, 2i + 1); the rest stays
     sin, cos = of fp32(position) inv_freq, in fp32     backward: the same with -sin
 
-Suffixes: H heads, D head_dim, R <= D rotated elements. One rounding per returned value.
+Suffixes: H heads, D head_dim, R <= D rotated elements. One rounding per returned value. CPU, meta and
+CUDA tensors (tbik.kernels; not yet measured on a GPU).
 Bits: deterministic, batch-invariant (tests/test_rope.py).
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import (
     _fake,
@@ -85,14 +87,15 @@ def rope_tables(positions: Tensor, inv_freq: Tensor, *, scale: float = 1.0) -> t
     """(sin(a), cos(a)), a = fp32(position) inv_freq (C5); each times fp32(scale), rounded, unless scale is 1.
 
     positions [...] integers below 2^24, inv_freq fp32 [R/2] -> two fp32 [..., R/2]. Errors: PlanError, and ValueError
-    for a position beyond 2^24 or an angle beyond 2^20. Batch-invariant: a position's entries ignore the others.
+    for a position beyond 2^24 or an angle beyond 2^20 (on CUDA NaN in its entries: the host does not see the numbers).
+    Batch-invariant: a position's entries ignore the others.
     """
     where = "ops.rope_tables"
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         raise PlanError(f"{where}: positions is an int64 or int32 tensor, got {getattr(positions, 'dtype', positions)}")
     if not isinstance(inv_freq, Tensor) or inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
         raise PlanError(f"{where}: inv_freq is a float32 tensor [R/2]")
-    _require_dense(where, "inv_freq", inv_freq)
+    _require_dense(where, "inv_freq", inv_freq, CPU_AND_CUDA)
     if positions.layout != torch.strided or positions.is_nested:
         raise PlanError(f"{where}: positions is a dense tensor, got layout {positions.layout}")
     _require_same_device(where, "positions", positions, "inv_freq", inv_freq)
@@ -217,12 +220,12 @@ def _yarn(
 def _require_rope(
     where: str, x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool, out_dtype: torch.dtype | None
 ) -> torch.dtype:
-    require_rows(where, "x", x, 2)
+    require_rows(where, "x", x, 2, served=CPU_AND_CUDA)
     _require_flag(where, "interleaved", interleaved)
     for name, table in (("sin", sin), ("cos", cos)):
         if not isinstance(table, Tensor) or table.dtype != torch.float32 or table.dim() < 1:
             raise PlanError(f"{where}: {name} is a float32 tensor [..., R/2]; ops.rope_tables makes it")
-        _require_dense(where, name, table)
+        _require_dense(where, name, table, CPU_AND_CUDA)
         _require_same_device(where, "x", x, name, table)
     lead, given = x.shape[:-2], sin.shape[:-1]
     fits = len(given) <= len(lead) and all(
@@ -243,10 +246,12 @@ def _require_rope(
 
 
 @_operator(
-    "rope", "(Tensor x, Tensor sin, Tensor cos, bool interleaved, bool backward, ScalarType out_dtype) -> Tensor"
+    "rope",
+    "(Tensor x, Tensor sin, Tensor cos, bool interleaved, bool backward, ScalarType out_dtype) -> Tensor",
+    cuda=True,
 )
 def _rope(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool, backward: bool, out_dtype: torch.dtype) -> Tensor:
-    return _C.rope(x, sin, cos, interleaved, backward, out_dtype)
+    return kernels_of(x).rope(x, sin, cos, interleaved, backward, out_dtype)
 
 
 @_fake(_rope)
@@ -271,9 +276,9 @@ def _rope_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 differentiable(_rope, _rope_backward, _rope_setup)
 
 
-@_operator("rope_tables", "(Tensor positions, Tensor inv_freq, float scale) -> (Tensor, Tensor)")
+@_operator("rope_tables", "(Tensor positions, Tensor inv_freq, float scale) -> (Tensor, Tensor)", cuda=True)
 def _rope_tables(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _C.rope_tables(positions, inv_freq, scale)
+    return kernels_of(positions).rope_tables(positions, inv_freq, scale)
 
 
 @_fake(_rope_tables)

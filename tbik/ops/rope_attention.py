@@ -25,6 +25,7 @@ from tbik.ops.attention import (
     _attention_backward,
     _fake,
     _head_offsets,
+    _leaf_of,
     _operator,
     _refuser,
     _require_dropout,
@@ -94,6 +95,7 @@ def rope_attention(
     require_eps(where, eps)
     _require_flag(where, "offset", offset)
     starts = _whole(q) if cu is None else cu
+    leaf = _leaf_of(where, plan, q)
     wire = is_narrow(where, plan)
     offsets = _head_offsets(runs)
     leaves = (q, k, v, q_norm, k_norm, sinks)
@@ -116,6 +118,7 @@ def rope_attention(
         wire,
         train,
         *drop,
+        leaf,
     )[0]
     return out
 
@@ -149,13 +152,14 @@ def _rope_attention(
     train: bool,
     dropout: float,
     coordinates: list[int],
+    leaf: str = "fma",
 ) -> tuple[Tensor, ...]:
     turned = []
     for x, w in ((q, q_norm), (k, k_norm)):
         y = x if w is None else rms_norm(x, w, eps, offset=offset, heads=True)
         turned.append(rope(y, sin, cos, interleaved=interleaved))
     mask = (scale, softcap, causal, window)
-    state = _attention(*turned, v, cu, cu, sinks, head_offsets, *mask, narrow, train, dropout, coordinates)
+    state = _attention(*turned, v, cu, cu, sinks, head_offsets, *mask, narrow, train, dropout, coordinates, leaf)
     return (*state, *turned)
 
 
@@ -163,14 +167,15 @@ def _rope_attention(
 def _rope_attention_fake(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, ...]:
     _require_one_device(q, k, *(t for t in options if isinstance(t, Tensor)))
     row = q.new_empty(q.shape[:2], dtype=torch.float32)
-    rest = q.new_empty(q.shape if options[-3] and q.dtype != torch.float32 else 0)
+    train = options[16]  # counted from the front: an argument that has its default is not passed
+    rest = q.new_empty(q.shape if train and q.dtype != torch.float32 else 0)
     return q.new_empty(q.shape), row, torch.empty_like(row), rest, q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *rest, narrow, _, dropout, coordinates = inputs
+    *rest, narrow, _, dropout, coordinates, leaf = inputs
     q, k, v, sin, cos, cu, q_norm, k_norm, eps, offset, interleaved, sinks, head_offsets, *mask = rest
-    ctx.settings = (eps, offset, interleaved, head_offsets, *mask, narrow, dropout, coordinates)
+    ctx.settings = (eps, offset, interleaved, head_offsets, *mask, narrow, dropout, coordinates, leaf)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, sin, cos, cu, q_norm, k_norm, sinks, *output)
 
@@ -181,7 +186,7 @@ def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor) -> tuple[Any, ...]:
     q_norm, k_norm, sinks = tensors[6:9]
     return (
         dq, dk, dv, None, None, None, dq_norm if q_norm is not None else None, dk_norm if k_norm is not None else None,
-        None, None, None, dsinks if sinks is not None else None, *(None,) * 9,
+        None, None, None, dsinks if sinks is not None else None, *(None,) * 10,
     )  # fmt: skip
 
 
@@ -223,12 +228,13 @@ def _rope_attention_backward(
     narrow: bool,
     dropout: float,
     coordinates: list[int],
+    leaf: str = "fma",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = [hi - lo for lo, hi in itertools.pairwise(head_offsets)]
     flat = [number for size in sizes for number in (size, 0, size)]
     wide_q, wide_k, dv, rows = _attention_backward(
         grad_out, q_turned, k_turned, v, out, m, total, rest, cu, cu, sinks, flat, scale, softcap, causal, window,
-        dropout, coordinates,
+        dropout, coordinates, leaf,
     )  # fmt: skip
     plan = TreePlan(grad_wire_dtype="bfloat16") if narrow else TreePlan()
     samples = cu.tolist()

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tbik import _C
+from tbik.devices import CPU_AND_CUDA
 from tbik.errors import PlanError
 from tbik.ops.linear import (
     _LIBRARY,
+    DEVICES,
     _name,
     _refuser,
     _require_dense,
@@ -29,9 +31,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
-def require_rows(where: str, name: str, x: Tensor, min_dim: int = 1, length: int | None = None) -> None:
-    """PlanError unless x is a dense [..., K] tensor, K >= 1, of a dtype that row operators take."""
-    _require_dense(where, name, x)
+def require_rows(
+    where: str,
+    name: str,
+    x: Tensor,
+    min_dim: int = 1,
+    length: int | None = None,
+    served: tuple[str, ...] = DEVICES,
+) -> None:
+    """PlanError unless x is a dense [..., K] tensor, K >= 1, of a dtype and on a device that the operator takes."""
+    _require_dense(where, name, x, served)
     if x.dtype not in DTYPES:
         raise PlanError(f"{where}: {name} is bfloat16, float16 or float32, got {_name(x.dtype)}; use {name}.float()")
     if x.dim() < min_dim or x.shape[-1] < 1:
@@ -43,7 +52,7 @@ def require_rows(where: str, name: str, x: Tensor, min_dim: int = 1, length: int
 
 def require_alike(where: str, name: str, t: Tensor, other: str, x: Tensor) -> None:
     """PlanError unless t has the shape, the dtype and the device of x."""
-    require_rows(where, name, t)
+    require_rows(where, name, t, served=CPU_AND_CUDA)  # x decides
     _require_same_device(where, other, x, name, t)
     if t.shape != x.shape or t.dtype != x.dtype:
         raise PlanError(
@@ -53,7 +62,7 @@ def require_alike(where: str, name: str, t: Tensor, other: str, x: Tensor) -> No
 
 def require_parameter(where: str, name: str, w: Tensor, x: Tensor) -> None:
     """PlanError unless w is [K] beside x [..., K]."""
-    _require_dense(where, name, w)
+    _require_dense(where, name, w, CPU_AND_CUDA)  # x decides
     _require_same_device(where, "x", x, name, w)
     if w.dtype not in DTYPES:
         raise PlanError(f"{where}: {name} is bfloat16, float16 or float32, got {_name(w.dtype)}")

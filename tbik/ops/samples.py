@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tbik import _C, tree
+from tbik import tree
+from tbik.devices import kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import CoverRun, _is_int, _kind, _run_schedule, _sample_schedule
 from tbik.plan import TreePlan
@@ -71,13 +72,15 @@ def fold_samples(leaves: Tensor, num_blocks: tuple[int, ...], narrow: bool, firs
     if first_sample is None:
         if not num_blocks:
             return leaves.new_zeros(leaves.shape[1:])
-        return _C.fold(leaves, _sample_schedule(num_blocks, narrow))
+        return kernels_of(leaves).fold(leaves, _sample_schedule(num_blocks, narrow))
     chains = [0, *itertools.accumulate(num_blocks)]
     nodes = tree.cover(first_sample, first_sample + len(num_blocks))
     values = []
     for node in nodes:
         lo, hi = node.lo - first_sample, node.hi - first_sample
-        values.append(_C.fold(leaves[chains[lo] : chains[hi]], _sample_schedule(num_blocks[lo:hi], narrow)))
+        values.append(
+            kernels_of(leaves).fold(leaves[chains[lo] : chains[hi]], _sample_schedule(num_blocks[lo:hi], narrow))
+        )
     return torch.stack(values) if values else leaves.new_zeros((0, *leaves.shape[1:]))
 
 
@@ -98,8 +101,8 @@ def fold_heads(leaves: Tensor, num_blocks: tuple[int, ...], run: CoverRun | None
     first = 0
     for sample, count in enumerate(num_blocks):
         blocks = list(leaves[first : first + count].flatten(1))
-        per_head = _C.fold(blocks, _run_schedule(0, count, count, True, False)).reshape(num_heads, dim)
-        out[sample] = _C.fold(list(per_head), program)
+        per_head = kernels_of(leaves).fold(blocks, _run_schedule(0, count, count, True, False)).reshape(num_heads, dim)
+        out[sample] = kernels_of(leaves).fold(list(per_head), program)
         first += count
     return out
 

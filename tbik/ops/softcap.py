@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tbik import _C
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _fake, _operator
 from tbik.ops.rowwise import differentiable, is_direct, is_number, refuse_derivative, refuse_vmap, require_rows
@@ -20,7 +21,7 @@ SMALLEST = 2.0**-149  # of float32
 def softcap(x: Tensor, cap: float) -> Tensor:
     """y = cast(cap tanh(x / cap)), cap rounded to fp32. x [..., K] -> alike. Errors: PlanError. Batch-invariant."""
     where = "ops.softcap"
-    require_rows(where, "x", x)
+    require_rows(where, "x", x, served=CPU_AND_CUDA)
     if not is_number(cap) or not SMALLEST <= cap < 1e38:
         raise PlanError(f"{where}: cap is a number above 0 and below 1e38 that float32 holds, got {cap!r}")
     if is_direct(x):
@@ -29,9 +30,9 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return y
 
 
-@_operator("softcap", "(Tensor x, float cap) -> Tensor")
+@_operator("softcap", "(Tensor x, float cap) -> Tensor", cuda=True)
 def _softcap(x: Tensor, cap: float) -> Tensor:
-    return _C.softcap(x, cap)
+    return kernels_of(x).softcap(x, cap)
 
 
 @_fake(_softcap)
@@ -39,9 +40,9 @@ def _softcap_fake(x: Tensor, cap: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@_operator("softcap_backward", "(Tensor dy, Tensor x, float cap) -> Tensor")
+@_operator("softcap_backward", "(Tensor dy, Tensor x, float cap) -> Tensor", cuda=True)
 def _softcap_backward(dy: Tensor, x: Tensor, cap: float) -> Tensor:
-    return _C.softcap_dx(dy, x, cap)
+    return kernels_of(x).softcap_dx(dy, x, cap)
 
 
 @_fake(_softcap_backward)

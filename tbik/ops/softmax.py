@@ -9,7 +9,8 @@ The functions on a run of leaves are what a rank of a sharded vocabulary compute
 
 Memory of a call beside its input and result: 8 bytes per row, and per thread one row in fp32 (softmax of bf16 and fp16,
 and its backward). Saved for the backward: x, and 8 (log_softmax: 4) bytes per row.
-Bits: deterministic, batch-invariant, layout-invariant (tests/test_softmax.py); CPU and meta tensors.
+Bits: deterministic, batch-invariant, layout-invariant (tests/test_softmax.py). CPU, meta and CUDA tensors
+(tbik.kernels; not yet measured on a GPU).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbik import _C, tree
+from tbik import tree
+from tbik.devices import CPU_AND_CUDA, kernels_of
 from tbik.errors import PlanError
 from tbik.ops.linear import _LIBRARY as LIBRARY
 from tbik.ops.linear import CoverRun, _fake, _is_int, _kind, _operator, _refuser, _require_dense, _shape
@@ -55,7 +57,7 @@ def log_softmax(x: Tensor, leaves: int = 1) -> Tensor:
 def row_max(x: Tensor) -> Tensor:
     """m[...] = IEEE 754-2019 maximum of x [..., V] in fp32: NaN wins, +0 > -0 (A8). Exact, so without an order."""
     require_rows("ops.row_max", x, 1)
-    return _C.vocab_max(x.detach().resolve_neg())
+    return kernels_of(x).vocab_max(x.detach().resolve_neg())
 
 
 def row_sum_cover(x: Tensor, run: CoverRun, leaves: int) -> Tensor:
@@ -64,57 +66,57 @@ def row_sum_cover(x: Tensor, run: CoverRun, leaves: int) -> Tensor:
     x [..., v], v = cut(hi) - cut(lo) -> fp32 [C, ...], the nodes of tree.cover(lo, hi). Bits: layout-invariant.
     """
     require_run("ops.row_sum_cover", x, run, leaves)
-    return _C.vocab_sums(x.detach().resolve_neg(), None, run.length, leaves, run.lo, run.hi)
+    return kernels_of(x).vocab_sums(x.detach().resolve_neg(), None, run.length, leaves, run.lo, run.hi)
 
 
 def exp_sum_cover(x: Tensor, m: Tensor, run: CoverRun, leaves: int) -> Tensor:
     """The same of exp(x - m), m [...] the maximum over the whole vocabulary. Bits: layout-invariant."""
     require_run("ops.exp_sum_cover", x, run, leaves)
-    return _C.vocab_sums(x.detach().resolve_neg(), m, run.length, leaves, run.lo, run.hi)
+    return kernels_of(x).vocab_sums(x.detach().resolve_neg(), m, run.length, leaves, run.lo, run.hi)
 
 
 def log_sum_exp_of(m: Tensor, s: Tensor) -> Tensor:
     """lse = m + log s, -inf where m is -inf (A10). fp32 [...] each."""
-    return _C.vocab_finish(m, s)
+    return kernels_of(m).vocab_finish(m, s)
 
 
 def softmax_of(x: Tensor, m: Tensor, s: Tensor) -> Tensor:
     """p = cast(exp(x - m) / s) of any columns of a row whose m and s are known."""
     require_rows("ops.softmax_of", x, 1)
-    return _C.vocab_softmax_of(x.detach().resolve_neg(), m, s)
+    return kernels_of(x).vocab_softmax_of(x.detach().resolve_neg(), m, s)
 
 
 def softmax_dots_cover(dp: Tensor, x: Tensor, m: Tensor, s: Tensor, run: CoverRun, leaves: int) -> Tensor:
     """The cover of the row sum of p*dp, p = exp(x - m) / s in fp32 -> fp32 [C, ...]. Bits: layout-invariant."""
     require_run("ops.softmax_dots_cover", x, run, leaves)
-    return _C.vocab_softmax_dots(dp, x.detach().resolve_neg(), m, s, run.length, leaves, run.lo, run.hi)
+    return kernels_of(x).vocab_softmax_dots(dp, x.detach().resolve_neg(), m, s, run.length, leaves, run.lo, run.hi)
 
 
 def softmax_dx_of(dp: Tensor, x: Tensor, m: Tensor, s: Tensor, dots: Tensor) -> Tensor:
     """dx = cast(p * (dp - dots)) of any columns of a row whose m, s and row sum of p*dp are known."""
     require_rows("ops.softmax_dx_of", x, 1)
-    return _C.vocab_softmax_dx(dp, x.detach().resolve_neg(), m, s, dots, 1)
+    return kernels_of(x).vocab_softmax_dx(dp, x.detach().resolve_neg(), m, s, dots, 1)
 
 
 def log_softmax_of(x: Tensor, lse: Tensor) -> Tensor:
     """y = cast(x - lse) of any columns of a row whose lse is known."""
     require_rows("ops.log_softmax_of", x, 1)
-    return _C.vocab_log_softmax_of(x.detach().resolve_neg(), lse)
+    return kernels_of(x).vocab_log_softmax_of(x.detach().resolve_neg(), lse)
 
 
 def log_softmax_dx_of(dy: Tensor, x: Tensor, lse: Tensor, total: Tensor) -> Tensor:
     """dx = cast(dy - exp(x - lse) * total) of any columns of a row whose lse and row sum of dy are known."""
     require_rows("ops.log_softmax_dx_of", x, 1)
-    return _C.vocab_log_softmax_dx(dy, x.detach().resolve_neg(), lse, total, 1)
+    return kernels_of(x).vocab_log_softmax_dx(dy, x.detach().resolve_neg(), lse, total, 1)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-@_operator("softmax", "(Tensor x, int leaves) -> (Tensor, Tensor, Tensor)")
+@_operator("softmax", "(Tensor x, int leaves) -> (Tensor, Tensor, Tensor)", cuda=True)
 def _softmax(x: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor]:
     require_leaves("ops.softmax", leaves)
-    return _C.vocab_softmax(x, leaves)
+    return kernels_of(x).vocab_softmax(x, leaves)
 
 
 @_fake(_softmax)
@@ -122,10 +124,10 @@ def _softmax_fake(x: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), per_row(x), per_row(x)
 
 
-@_operator("softmax_backward", "(Tensor dp, Tensor x, Tensor m, Tensor s, int leaves) -> Tensor")
+@_operator("softmax_backward", "(Tensor dp, Tensor x, Tensor m, Tensor s, int leaves) -> Tensor", cuda=True)
 def _softmax_backward(dp: Tensor, x: Tensor, m: Tensor, s: Tensor, leaves: int) -> Tensor:
     require_leaves("ops.softmax", leaves)
-    return _C.vocab_softmax_dx(dp, x, m, s, None, leaves)
+    return kernels_of(x).vocab_softmax_dx(dp, x, m, s, None, leaves)
 
 
 @_fake(_softmax_backward)
@@ -146,10 +148,10 @@ def _softmax_gradient(ctx: Any, dp: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return None if dp is None else _softmax_backward(dp, x, m, s, ctx.leaves), None
 
 
-@_operator("log_softmax", "(Tensor x, int leaves) -> (Tensor, Tensor)")
+@_operator("log_softmax", "(Tensor x, int leaves) -> (Tensor, Tensor)", cuda=True)
 def _log_softmax(x: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
     require_leaves("ops.log_softmax", leaves)
-    return _C.vocab_log_softmax(x, leaves)
+    return kernels_of(x).vocab_log_softmax(x, leaves)
 
 
 @_fake(_log_softmax)
@@ -157,10 +159,10 @@ def _log_softmax_fake(x: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), per_row(x)
 
 
-@_operator("log_softmax_backward", "(Tensor dy, Tensor x, Tensor lse, int leaves) -> Tensor")
+@_operator("log_softmax_backward", "(Tensor dy, Tensor x, Tensor lse, int leaves) -> Tensor", cuda=True)
 def _log_softmax_backward(dy: Tensor, x: Tensor, lse: Tensor, leaves: int) -> Tensor:
     require_leaves("ops.log_softmax", leaves)
-    return _C.vocab_log_softmax_dx(dy, x, lse, None, leaves)
+    return kernels_of(x).vocab_log_softmax_dx(dy, x, lse, None, leaves)
 
 
 @_fake(_log_softmax_backward)
@@ -205,7 +207,7 @@ def per_row(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def require_rows(where: str, x: Tensor, leaves: int, name: str = "x") -> None:
     """PlanError unless x is [..., V], V >= 1, in bf16, fp16 or fp32, and leaves a number of leaves."""
-    _require_dense(where, name, x)
+    _require_dense(where, name, x, CPU_AND_CUDA)
     if x.dtype not in DTYPES:
         raise PlanError(f"{where}: {name} is bfloat16, float16 or float32, got {x.dtype}; convert it first")
     if x.dim() < 1 or x.shape[-1] < 1:
