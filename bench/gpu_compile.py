@@ -1,7 +1,7 @@
 """What the compilers make of every Triton kernel, without a GPU: registers, spills, shared memory, instructions.
 
     python bench/gpu_compile.py                                     # sm_80, sm_90, sm_100; bench/results/gpu_compile.*
-    python bench/gpu_compile.py --architectures sm_90 --cases matmul --output ""
+    python bench/gpu_compile.py --architectures sm_90 --cases matmul     # these rows anew, the others stay
 
 The host code of each kernel runs on small CPU tensors with a driver that compiles for an architecture and launches
 nothing, so what is compiled is what would be launched. Checked of every kernel, exit status 1 otherwise:
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "gpu_compile"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 MMA = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
-MATMULS = ("whole_kernel", "split_kernel")
+MATMULS = ("whole_kernel", "split_kernel", "forward_kernel", "dq_kernel", "dkv_kernel")
 FORBIDDEN = {
     "atomics": r"\b(atom|red)\.(?!async)",
     "tf32": r"\.tf32",
@@ -109,6 +109,8 @@ def matmul_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     mma = f"mma:{architecture}"
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     yield "prefill bf16", lambda: product(256, 256, 1024, bf16, mma, form="whole")
+    if architecture != "sm_80":
+        yield "prefill bf16, descriptors", lambda: product(256, 256, 1024, bf16, mma, form="described")
     yield "prefill fp16", lambda: product(256, 256, 1024, fp16, mma, form="whole")
     yield "prefill bf16, 12 leaves of 48", lambda: product(256, 256, 576, bf16, mma, 12, form="whole")
     yield "prefill bf16, leaves of 125", lambda: product(256, 256, 1000, bf16, mma, form="whole")
@@ -135,26 +137,129 @@ def combine_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "8 leaves to bf16", lambda: fold(8, False, out_dtype=torch.bfloat16)
     yield "8 leaves, bf16 wire, bias", lambda: fold(8, True, out_dtype=torch.bfloat16, bias=torch.empty(64))
     yield "64 leaves to fp32", lambda: fold(64, False)
+    yield "100 leaves by table", lambda: fold(100, True)
 
 
 def row_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     import torch
 
-    from tbik.kernels import norm, rope
+    from tbik.kernels import activation, embedding, norm, philox, rope
 
     bf16 = torch.bfloat16
     x, w = torch.empty(64, 4096, dtype=bf16), torch.empty(4096)
+    statistics = torch.empty(2, 64)
     yield "add and rms norm, 4096", lambda: norm.norm(x, x, w, None, 1e-6, False, False, bf16)
-    yield "rms norm dX, 4096", lambda: norm.norm_dx(x, x, w, 1e-6, False, False, x, bf16)
+    yield "rms norm dX, 4096", lambda: norm.norm_dx(x, x, w, 1e-6, False, False, x, bf16, bf16, statistics)
     yield "layer norm, 4096", lambda: norm.norm(x, None, w, w, 1e-6, True, False, bf16)
+    yield "chains of dw, 4096", lambda: norm.column_leaves(x, x, statistics, 1, [0, 64])
     heads, table = torch.empty(16, 32, 128, dtype=bf16), torch.empty(16, 64)
     yield "rope, 128", lambda: rope.rope(heads, table, table, False, False)
+    yield "rope tables", lambda: rope.rope_tables(torch.empty(64, dtype=torch.int64), torch.empty(64), 1.0)
+    packed, y = torch.empty(64, 22016, dtype=bf16), torch.empty(64, 11008, dtype=bf16)
+    halves = packed[:, :11008], packed[:, 11008:]
+    yield "silu and mul of a packed row", lambda: activation.activation(*halves, "silu", y)
+    yield "its gradient", lambda: activation.activation_dx(y, *halves, "silu", *halves)
+    yield "gelu", lambda: activation.activation(y, None, "gelu_tanh", y)
+    yield "soft-cap", lambda: activation.softcap(y, 30.0)
+    yield "its gradient", lambda: activation.softcap(y, 30.0, y)
+    yield "dropout", lambda: philox.dropout(y, 0.1, (1, 2), [0, 64], 0, 0, 0)
+    ids = torch.zeros(16, dtype=torch.int64)
+    yield "embedding", lambda: embedding.look_up(ids, x, 0, 64, bf16)
+    yield "chains of an embedding's gradient", lambda: norm.chains_of_tokens(x, ids, ids[:3])
+
+
+def vocab_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    import torch
+
+    from tbik import TreePlan
+    from tbik.kernels import vocab
+
+    x = torch.empty(16, 128256, dtype=torch.bfloat16)
+    cuts, one = TreePlan(leaves=8).cuts(128256), torch.empty(16)
+    targets = torch.empty(16, dtype=torch.int64)
+    yield "maximum", lambda: vocab.row_max(x)
+    yield "sums of exp by leaves", lambda: vocab.leaf_sums("exp", x, cuts, m=one)
+    yield "sums of exp, one leaf", lambda: vocab.leaf_sums("exp", x, [0, 128256], m=one)
+    yield "sums of p*dp by leaves", lambda: vocab.leaf_sums("dots", x, cuts, m=one, s=one, dp=x)
+    yield "softmax", lambda: vocab.map_rows("softmax", x, x, one, one)
+    yield "softmax dx", lambda: vocab.map_rows("softmax_dx", x, x, one, one, one, dy=x)
+    yield "log-softmax", lambda: vocab.map_rows("log_softmax", x, x, one)
+    yield "log-softmax dx", lambda: vocab.map_rows("log_softmax_dx", x, x, one, one, dy=x)
+    yield "cross-entropy dx", lambda: vocab.map_rows("cross_entropy_dx", x, x, one, one, targets=targets)
+    yield "log-sum-exp", lambda: vocab.finish_log_sum_exp(one, one)
+    yield "losses", lambda: vocab.losses(one, one, targets, -100)
+    yield "pick", lambda: vocab.pick(x, targets[:, None], 0)
+
+
+def fingerprint_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    import torch
+
+    from tbik.kernels import fingerprint
+
+    key = 0x9E3779B97F4A7C15
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(64, 4096, dtype=dtype)
+        name = str(dtype).removeprefix("torch.")
+        yield f"{name}, contiguous", lambda x=x: fingerprint.fingerprint(x, 0, [4096, 1], key)
+        yield f"{name}, strided", lambda x=x: fingerprint.fingerprint(x.t(), 0, [1, 4096], key)
+
+
+def attention_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    import torch
+
+    from tbik import _C
+    from tbik.kernels import attention
+
+    mma = f"mma:{architecture}"
+    starts = torch.zeros(3, dtype=torch.int32)
+    offsets = list(range(0, 33, 4))
+    programs = [_C.run_schedule(0, 4, 4, True, False)] * 8
+    plain = attention.Pairs(0.09, 0.0, True, 0)
+    masked = attention.Pairs(0.09, 30.0, True, 4096)
+    dropout = attention.Dropout(torch.zeros(5, dtype=torch.int64), 1.25)
+
+    def packed(dim: int, leaf: str, pairs: Any, dtype: Any = torch.bfloat16, **options: Any) -> Any:
+        q, k = torch.empty(64, 32, dim, dtype=dtype), torch.empty(64, 8, dim, dtype=dtype)
+        return attention.forward(q, k, k, starts, starts, None, None, offsets, pairs, leaf=leaf, **options)
+
+    def paged(dim: int, leaf: str) -> Any:
+        q, cache = torch.empty(4, 32, dim, dtype=torch.bfloat16), torch.empty(9, 16, 8, dim, dtype=torch.bfloat16)
+        table = torch.zeros(2, 8, dtype=torch.int32)
+        return attention.forward(
+            q, cache, cache, starts, starts[:2], table, None, offsets, plain, leaf=leaf, with_state=False
+        )
+
+    def gradients(dim: int, leaf: str, pairs: Any, dtype: Any = torch.bfloat16, **options: Any) -> Any:
+        q, k = torch.empty(64, 32, dim, dtype=dtype), torch.empty(64, 8, dim, dtype=dtype)
+        row = torch.empty(64, 32)
+        state = attention.State(q, row, row, q if dtype != torch.float32 else q[:0])
+        return attention.backward(
+            q, q, k, k, state, starts, starts, None, offsets, programs, pairs, leaf=leaf, **options
+        )
+
+    yield "mma, packed, 128", lambda: packed(128, mma, plain, with_rest=True)
+    yield "mma, packed, 64, window, soft-cap, dropout", lambda: packed(64, mma, masked, dropout=dropout)
+    yield "mma, packed, 256", lambda: packed(256, mma, plain)
+    yield "mma, paged, 128", lambda: paged(128, mma)
+    yield "mma, backward, 128", lambda: gradients(128, mma, plain)
+    yield "mma, backward, 64, window, soft-cap, dropout", lambda: gradients(64, mma, masked, dropout=dropout)
+    yield "fma of bf16, packed, 128", lambda: packed(128, "fma", plain, with_rest=True)
+    yield "fma of bf16, paged, 128", lambda: paged(128, "fma")
+    yield "fma of fp32, backward, 128", lambda: gradients(128, "fma", plain, torch.float32)
+    caches = torch.empty(9, 16, 8, 128, dtype=torch.bfloat16)
+    yield (
+        "store keys",
+        lambda: attention.store_kv(caches[0], caches[0], caches, caches, torch.zeros(16, dtype=torch.int64)),
+    )
 
 
 CASES: dict[str, Callable[[str], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "matmul": matmul_cases,
     "combine": combine_cases,
     "rows": row_cases,
+    "vocabulary": vocab_cases,
+    "fingerprint": fingerprint_cases,
+    "attention": attention_cases,
 }
 
 
@@ -165,11 +270,15 @@ def report(architecture: str, operator: str, case: str, kernel_name: str, kernel
     calls = re.findall(r"call .*@llvm\.fma\.(?:v(\d+))?f", kernel.asm["llir"])
     asked = sum(int(lanes or 1) for lanes in calls)
     found = len(re.findall(r"\bfma\.rn", ptx)) + len(re.findall(r"\bfma\.rn\.f32x2", ptx))  # x2: two in one
-    failures = [name for name, pattern in FORBIDDEN.items() if re.search(pattern, ptx)]
+    failures = [
+        f"{name}: {next(line.strip() for line in ptx.splitlines() if re.search(pattern, line))}"
+        for name, pattern in FORBIDDEN.items()
+        if re.search(pattern, ptx)
+    ]
     if found != asked:
         failures.append(f"fused multiply-adds: {found} in PTX, {asked} asked for")
     instructions = sorted(set(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", ptx)))
-    expected = {MMA[architecture]} if operator == "matmul" and kernel_name in MATMULS and "fma" not in case else set()
+    expected = {MMA[architecture]} if kernel_name in MATMULS and "fma" not in case else set()
     if {name.split(".sync")[0].split(".cta")[0] for name in instructions} != {e.split(".sync")[0] for e in expected}:
         failures.append(f"expected tensor-core instructions {sorted(expected)}")
     narrow = narrow_offsets(ttir)
@@ -191,9 +300,11 @@ def report(architecture: str, operator: str, case: str, kernel_name: str, kernel
 
 
 def narrow_offsets(ttir: str) -> list[str]:
-    """Lines of Triton IR that add a 32-bit offset to a pointer."""
+    """Lines of Triton IR that add a 32-bit offset to a pointer; constants of the source (a table's next entry) are no
+    product of sizes."""
+    added = [line.strip() for line in ttir.splitlines() if "tt.addptr" in line]
     return [
-        line.strip() for line in ttir.splitlines() if "tt.addptr" in line and re.search(r", (tensor<.*x)?i32", line)
+        line for line in added if re.search(r", (tensor<.*x)?i32", line) and not re.search(r", %c\d+_i32\S* :", line)
     ]
 
 
@@ -259,6 +370,13 @@ def main() -> int:
                     print(json.dumps(rows[-1]), flush=True)
     failures = [row for row in rows if row["failures"]]
     if args.output:
+        # what was not compiled this time keeps its rows, so that the table can be made in parts
+        parts = ("architecture", "operator", "case") if args.match else ("architecture", "operator")
+        done = {tuple(row[part] for part in parts) for row in rows}
+        before = Path(args.output + ".json")
+        kept = json.loads(before.read_text())["rows"] if before.exists() else []
+        rows += [row for row in kept if tuple(row[part] for part in parts) not in done]
+        rows.sort(key=lambda row: (ARCHITECTURES.index(row["architecture"]), list(CASES).index(row["operator"])))
         result = {"triton": triton.__version__, "rows": rows}
         Path(args.output + ".json").write_text(json.dumps(result, indent=1) + "\n")
         Path(args.output + ".md").write_text(HEAD.format(version=triton.__version__) + as_table(rows) + "\n")
