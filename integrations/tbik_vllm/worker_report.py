@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,15 +60,6 @@ class WorkerReport:
         group = get_tp_group()
         worker: Any = self
         return digest(worker.model_runner.get_model(), group.cpu_group if group.world_size > 1 else None)
-
-    def tbik_load_weights(self, folder: str) -> None:
-        """Writes a checkpoint's weights into the running model, parameter by parameter, as RL frameworks do it:
-        `model.load_weights` of (name, tensor) pairs, without vLLM's reload around it."""
-        from safetensors.torch import load_file
-
-        worker: Any = self
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            worker.model_runner.get_model().load_weights(load_file(file).items())
 
     def tbik_time_all_reduce(self, num_elements: str, calls: str) -> float:
         """Seconds of one all-reduce of bf16 over the tensor-parallel ranks, mean of `calls`, called as layers do."""
