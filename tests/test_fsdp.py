@@ -491,6 +491,36 @@ def test_verify_loss_is_a_token_mean() -> None:
     assert tree.loss_sum is not None and tree.loss_sum / 10 == 1.6
 
 
+def test_verify_unequal_token_counts_are_the_big_batch() -> None:
+    """Eight samples of 1 to 14 tokens, one without a target: together, or in micro-steps of other token counts."""
+
+    def gradients(m: int) -> tuple[float | None, Named]:
+        tree = start(Layout(m=m), 8)
+        for _ in range(8 // m):
+            with tree.micro_step() as micro:
+                loss = tree.model(**batch_of(0, micro.samples).packed()).loss
+                micro.report(loss)
+                micro.backward(loss, upstream(sum(LENGTHS[:8]) - 8))
+        tree.finish()
+        return tree.loss_sum, whole_state(tree, gradient=True)
+
+    assert len({sum(LENGTHS[a : a + 2]) for a in range(0, 8, 2)}) == 4
+    big = gradients(8)
+    for m in (1, 2, 4):
+        loss_sum, found = gradients(m)
+        assert loss_sum == big[0]
+        for name, value in big[1].items():
+            assert_bitwise_equal(found[name], value, f"m={m}: {name}")
+    # negative control: the mean of the micro-steps' means, which weighs their tokens unequally
+    model = small()
+    for first in range(0, 8, 2):
+        batch = batch_of(0, range(first, first + 2)).packed()
+        del batch["num_items_in_batch"]
+        (model(**batch).loss / 4).backward()
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert_bits_differ(dict(model.named_parameters())[name].grad, big[1][name], "mean of means")
+
+
 # --- checkpointing, wire ----------------------------------------------------------------------------------------------
 
 
