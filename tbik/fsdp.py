@@ -19,6 +19,7 @@
                (replicate, shard) for HSDP                  HSDP adds an all-reduce of covers
     fsdp1      FullyShardedDataParallel, use_orig_params    its communication hook
     ddp        DistributedDataParallel                      its communication hook
+    collected  nothing, whole parameters on every rank      as "single"; ranks exchange at the end of each micro-step
 
 The mesh holds the data ranks only; tensor parallelism is tbik.parallelize's. Letters: ORDER.md S.
 Needs the folder integrations/ (tbik_fsdp) for every strategy but "single". CPU tensors.
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-Strategy = Literal["fsdp2", "fsdp1", "ddp", "single"]
-STRATEGIES = ("fsdp2", "fsdp1", "ddp", "single")
+Strategy = Literal["fsdp2", "fsdp1", "ddp", "collected", "single"]
+STRATEGIES = ("fsdp2", "fsdp1", "ddp", "collected", "single")
 
 
 def apply(

@@ -153,11 +153,12 @@ class Shard(NamedTuple):
         return self.rows_per_rank * math.prod(self.shape[1:])
 
     def scatter(self, grad: Tensor, rows_SN: Tensor) -> None:
-        """rows_SN[r] = rank r's rows of the gradient, flat; padding is left as it is."""
+        """rows_SN[r] = rank r's rows of the gradient, flat, +0 behind the last one."""
         flat = grad.reshape(-1)
         for rank, row in enumerate(rows_SN):
             piece = flat[rank * self.width : (rank + 1) * self.width]
             row[: piece.numel()].copy_(piece)
+            row[piece.numel() :].zero_()
 
     def whole(self, rows_SN: Tensor) -> Tensor:
         """The gradient from every rank's elements."""

@@ -561,10 +561,12 @@ class GradientTree:
     def _rows(self, values: list[list[Tensor | None]], keys: list[UseKey]) -> Tensor:
         """[C, S, N]: values[key][c], node c of each use, cut over the shards; absent ones are +0."""
         widths = self._widths(keys)
-        rows_CSN = torch.zeros(len(values[0]), self._ranks.shards, sum(widths), dtype=self._acc_dtype)
+        rows_CSN = torch.empty(len(values[0]), self._ranks.shards, sum(widths), dtype=self._acc_dtype)
         for nodes, key, part_CSN in zip(values, keys, torch.split(rows_CSN, widths, 2), strict=True):
             for value, part_SN in zip(nodes, part_CSN, strict=True):
-                if value is not None:
+                if value is None:
+                    part_SN.zero_()
+                else:
                     self._shards[key.parameter].scatter(value, part_SN)
         return rows_CSN
 

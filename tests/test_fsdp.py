@@ -65,6 +65,7 @@ class Layout(NamedTuple):
     narrow: bool = False
     checkpointing: bool = False
     dropout: float = 0.0
+    frozen: bool = False  # the first layer, and every norm
     bfloat16_parameters: bool = False  # gathered in bf16: fully_shard's MixedPrecisionPolicy
 
     def __str__(self) -> str:
@@ -157,6 +158,9 @@ def start(layout: Layout, samples_per_step: int = BATCH) -> fsdp.DataParallel:
     loaded = qwen3()
     loaded.config.attention_dropout = layout.dropout
     model = tbik.parallelize(loaded, tp, plan, compute_dtype=torch.bfloat16, residual_dropout=layout.dropout)
+    if layout.frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.0." not in name and "norm" not in name)
     if layout.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     data = layout.world // layout.tp
@@ -189,7 +193,7 @@ def train(layout: Layout, steps: int, max_norm: float = 1.0) -> Run:
             covers = tree._covers._covers.values()
             stored = max(stored, sum(v.numel() for cover in covers for v in cover.values() if v is not None))
         tree.finish()
-        if step == 0:
+        if step == 0 and not layout.frozen:
             gradients = whole_state(tree, gradient=True)
         norms.append(tree.clip_grad_norm(max_norm))
         assert tree.loss_sum is not None
@@ -311,6 +315,7 @@ QUICK = [
     Layout("fsdp1", 3, 4),
     Layout("fsdp2", 3, 4, accumulation="unsharded"),
     Layout("ddp", 3, 4),
+    Layout("collected", 3, 4),
     Layout("fsdp2", 4, 2, tp=2),
     Layout("fsdp2", 4, 2, replicas=2),
 ]
@@ -680,6 +685,28 @@ def refusals_on_rank(group: dist.ProcessGroup) -> dict[str, str]:
 
     attempt("foreign", foreign)
 
+    def foreign_reduce_scatter() -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+        tree = apply()
+        tree.model.model.layers[1].set_custom_reduce_scatter(DefaultReduceScatter())
+        step(tree)
+
+    attempt("foreign reduce-scatter", foreign_reduce_scatter)
+
+    def foreign_hook(strategy: str) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        tree = apply(strategy=strategy)
+        tree.model.register_comm_hook(None, allreduce_hook)
+        step(tree)
+
+    attempt("foreign ddp hook", lambda: foreign_hook("ddp"))
+    attempt("foreign fsdp1 hook", lambda: foreign_hook("fsdp1"))
+    tensor_parallel = tbik.parallelize(qwen3(), group, PLAN, compute_dtype=torch.bfloat16)
+    attempt("fsdp1 tensor parallelism", lambda: apply(tensor_parallel, strategy="fsdp1"))
+    attempt("fsdp1 accumulation", lambda: apply(strategy="fsdp1", accumulation="unsharded"))
+
     def compiled_later() -> None:
         tree = apply(mp_policy=bfloat16)
         tree.model.compile(backend="eager")
@@ -700,6 +727,11 @@ def test_verify_refusals_on_ranks(pools: Pools) -> None:
         "weights": "IntegrityError.*model.norm.weight",
         "unequal micro-batches": "PlanError.*disagree about the samples of each rank.*1 on rank 0; 2 on rank 1",
         "foreign": "PlanError.*were not exchanged by tbik.*communication was replaced",
+        "foreign reduce-scatter": "PlanError.*layers.1 were not exchanged by tbik.*communication was replaced",
+        "foreign ddp hook": "RuntimeError.*register_comm_hook.*once",
+        "foreign fsdp1 hook": "AssertionError.*communication hook is already registered",
+        "fsdp1 tensor parallelism": 'PlanError.*"fsdp1" has no tensor parallelism',
+        "fsdp1 accumulation": 'PlanError.*"fsdp1" has no unsharded accumulation',
         "compiled later": "PlanError.*compiled model with param_dtype=bfloat16",
     }
     for found in pools.run(refusals_on_rank, 2):

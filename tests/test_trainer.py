@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset() -> list[dict[str, Any]]:
+    return samples()
+
+
+def samples() -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 20, (21,), generator=generator).tolist()
     return [{"input_ids": torch.randint(0, 96, (n,), generator=generator).tolist()} for n in lengths]
@@ -58,6 +66,17 @@ def test_verify_trainer_ignores_the_split_of_a_step(folder: Path, dataset: Any, 
     assert len(set(results[0][1])) == 4, "every step has another gradient"
     stock = {trained(transformers.Trainer, folder, dataset, tmp_path, m, 8 // m)[0] for m in (1, 8)}
     assert len(stock) == 2, "the control: stock sums depend on the split"
+
+
+@pytest.mark.multiprocess
+def test_verify_trainer_ignores_the_number_of_processes(folder: Path, dataset: Any, tmp_path: Path) -> None:
+    """Two ranks of torchrun, two samples at a time, twice: the weights and norms of one process with eight samples."""
+    program, out = Path(__file__).with_name("trainer_program.py"), tmp_path / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    places = [str(program.parent), str(program.parent.parent / "integrations"), str(program.parent.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([*command, program, folder, out, "2", "2"], env=environment, check=True, timeout=250)
+    assert tuple(json.loads(out.read_text())) == trained(Trainer, folder, dataset, tmp_path, 8, 1)
 
 
 def test_verify_trainer_without_clipping_and_over_epochs(folder: Path, dataset: Any, tmp_path: Path) -> None:

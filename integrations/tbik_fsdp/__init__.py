@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from tbik.fsdp import DataParallel, Settings
+from tbik.gradient_ranks import Ranks
+from tbik_fsdp.data_ranks import group_of, require_same_weights
 
 
 def make(model: Any, mesh: Any, settings: Settings, strategy: str, reshard_after_forward: bool) -> DataParallel:
@@ -25,6 +27,10 @@ def make(model: Any, mesh: Any, settings: Settings, strategy: str, reshard_after
         from tbik_fsdp.fsdp1 import FlatShardedTree
 
         return FlatShardedTree(model, mesh, settings)
+    if strategy == "collected":
+        ranks = Ranks(group_of(mesh, strategy))
+        require_same_weights(model, ranks)
+        return DataParallel(model, model, ranks, settings, strategy)
     from tbik_fsdp.ddp import ReplicatedTree
 
     return ReplicatedTree(model, mesh, settings)

@@ -7,20 +7,26 @@
     what is replaced    the model's operators (tbik.parallelize), the order of samples (tbik.data.StepSampler), backward
                         (tbik.fsdp, one tree over the samples), gradient norm and clipping (exact)
 
-The weights are fp32, products in compute_dtype. One process; several ranks train with the loop of tbik.fsdp (README).
+The weights are fp32, products in compute_dtype. Under torchrun on CPU ranks B counts all of them, every rank holds the
+whole model (no DDP around it: the tree exchanges), and the weights are those of one process; what shards a model is the
+loop of tbik.fsdp. ForTrainer is the same for a class that extends transformers.Trainer.
+
 dataset: items with "input_ids" (and "labels", or the ids are), padded on the right here. One epoch is the whole run:
 max_steps, or num_train_epochs * len(dataset) // B steps.
-Refused by name: several processes, autocast (bf16, fp16), torch_compile, group_by_length and other samplers, label
+Refused by name: several GPUs, autocast (bf16, fp16), torch_compile, group_by_length and other samplers, label
 smoothing, deepspeed, FSDP by arguments, optimizers that mix elements.
-Errors: PlanError, at construction. Bits: layout-invariant over the split of B (tests/test_trainer.py).
+Errors: PlanError, at construction. Bits: layout-invariant over the split of B and the number of ranks
+(tests/test_trainer.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -46,8 +52,12 @@ REFUSED = {
 }
 
 
-class Trainer(transformers.Trainer):
-    """See the module. plan, compute_dtype: as in tbik.parallelize; the rest as in transformers.Trainer."""
+class ForTrainer:
+    """Before a class that extends transformers.Trainer. plan, compute_dtype: as in tbik.parallelize.
+
+    The loss is the model's: the token sum over the targets of the whole step, on all ranks. What the class computes a
+    loss from besides is not called.
+    """
 
     def __init__(
         self,
@@ -59,9 +69,9 @@ class Trainer(transformers.Trainer):
         data_collator: Any = None,
         **others: Any,
     ) -> None:
-        where = "tbik_trainer.Trainer"
-        if args.world_size != 1 or args.n_gpu > 1:
-            raise PlanError(f"{where}: {args.world_size} processes; one is supported, tbik.fsdp's loop serves several")
+        where = f"tbik_trainer.{type(self).__name__}"
+        if args.n_gpu > 1:
+            raise PlanError(f"{where}: {args.n_gpu} GPUs in one process; this version has CPU kernels only")
         for name, instead in REFUSED.items():
             if getattr(args, name, None):
                 raise PlanError(f"{where}: {name} = {getattr(args, name)!r} is not supported: {instead}")
@@ -71,71 +81,104 @@ class Trainer(transformers.Trainer):
             )
         if args.group_by_length if hasattr(args, "group_by_length") else False:
             raise PlanError(f"{where}: group_by_length: {WHY_NOT_TOKEN_BALANCED}")
+        if not isinstance(model, torch.nn.Module):
+            raise PlanError(f"{where}: model is a loaded model, got {type(model).__name__}")
         if any(p.dtype != torch.float32 for p in model.parameters()):
             raise PlanError(f"{where}: expected fp32 weights (from_pretrained(..., dtype=torch.float32))")
         if not isinstance(model, CausalModel):
             model = parallelize(model, None, plan, compute_dtype=compute_dtype)
-        self._samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        super().__init__(model=model, args=args, data_collator=data_collator or collate, **others)
+        self._ranks = args.world_size
+        if self._ranks > 1:
+            args.average_tokens_across_devices = False  # the loss would be multiplied by the number of ranks
+        self._samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * self._ranks
+        host: Any = super()
+        host.__init__(model=model, args=args, data_collator=data_collator or collate, **others)
+        trainer: Any = self
+        if self._ranks > 1:
+            # no DistributedDataParallel around the model: the tree exchanges
+            trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
         self.tree = tbik.fsdp.apply(
             model,
-            strategy="single",
+            dist.group.WORLD if self._ranks > 1 else None,
+            strategy="collected" if self._ranks > 1 else "single",
             samples_per_step=self._samples_per_step,
             micro_steps=args.gradient_accumulation_steps,
         )
         self._finished = False
-        self.add_callback(_StepEnd(self))
+        trainer.add_callback(_StepEnd(self))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader over StepSampler: the samples of a step are those of their global numbers."""
-        dataset: Any = self.train_dataset
+        trainer: Any = self
+        dataset, args = trainer.train_dataset, trainer.args
         if dataset is None or not hasattr(dataset, "__len__"):
             raise PlanError(
                 "tbik_trainer.Trainer: expected a train_dataset with a length, so that samples have numbers"
             )
-        steps = self.args.max_steps
+        steps = args.max_steps
         if steps <= 0:
-            steps = int(self.args.num_train_epochs * len(dataset)) // self._samples_per_step
+            steps = int(args.num_train_epochs * len(dataset)) // self._samples_per_step
         self.sampler = StepSampler(
             len(dataset),
             samples_per_step=self._samples_per_step,
-            micro_steps=self.args.gradient_accumulation_steps,
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            shuffle=getattr(self.args, "train_sampling_strategy", "random") == "random",
+            data_ranks=self._ranks,
+            rank=args.process_index,
+            micro_steps=args.gradient_accumulation_steps,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            shuffle=getattr(args, "train_sampling_strategy", "random") == "random",
             steps=steps,
         )
         loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.sampler,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
+            collate_fn=trainer.data_collator,
+            num_workers=args.dataloader_num_workers,
         )
         require_loader(loader)
         return loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As transformers', refused if it mixes elements."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        host: Any = super()
+        optimizer: torch.optim.Optimizer = host.create_optimizer(*args, **kwargs)
         OptimizerForm.of(optimizer)
         return optimizer
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """The targets of the step, on all ranks."""
+        host: Any = super()
+        number = host._get_num_items_in_batch(*args, **kwargs)
+        if number is not None and self._ranks > 1:
+            number = torch.as_tensor(number)
+            dist.all_reduce(number)  # integers
+        return number
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **others: Any
+    ) -> Any:
+        """The model's own loss, whatever the class makes of it."""
+        host: Any = transformers.Trainer
+        return host.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """One micro-step; its gradients go into the tree."""
+        trainer: Any = self
         model.train()
         self._finished = False
-        inputs = self._prepare_inputs(inputs)
+        inputs = trainer._prepare_inputs(inputs)
         if num_items_in_batch is None:
             raise PlanError("tbik_trainer.Trainer: the number of targets of the step is unknown; batches need labels")
         with self.tree.micro_step(len(inputs["input_ids"])) as micro:
             loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             micro.backward(loss)
-        return loss.detach()
+        return loss.detach() * self._ranks  # what is logged is the mean over the ranks
 
     def _clip_grad_norm(self, model: Any) -> float:
+        trainer: Any = self
         self._finish()
-        return self.tree.clip_grad_norm(self.args.max_grad_norm)
+        return self.tree.clip_grad_norm(trainer.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
         self._finish()
@@ -147,8 +190,12 @@ class Trainer(transformers.Trainer):
             self._finished = True
 
 
+class Trainer(ForTrainer, transformers.Trainer):
+    """See the module."""
+
+
 class _StepEnd(transformers.TrainerCallback):
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: ForTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
