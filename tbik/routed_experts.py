@@ -120,7 +120,8 @@ class RoutedExperts(torch.nn.Module):
         """x [T, H], the same on every rank -> alike. sample_offsets as in ops.linear, for the gradients."""
         router = self.gate.weight_of("weight")
         gate_up, down = (self.experts.weight_of(name) for name in ("gate_up_proj", "down_proj"))
-        compute = self.gate.weight.dtype if self.compute_dtype is None else self.compute_dtype
+        stored: Any = self.gate.weight
+        compute: torch.dtype = stored.dtype if self.compute_dtype is None else self.compute_dtype
         run = CoverRun(self.intermediate, *self.sharding.run)
         samples = [0, x.shape[0]] if sample_offsets is None else list(sample_offsets)
         call = _Call(self.sharding, run, self.slots, self.normalize, compute, samples)

@@ -519,7 +519,7 @@ class DecoderModel:
         compute = setting.compute(cast(Any, self).embed_tokens.weight)
         expected = (rows.batch, heads[1] - heads[0], rows.past, setting.shape.head_dim)
         for index, layer in enumerate(cache.layers):
-            keys: Any = layer.keys
+            keys = cast(Any, layer).keys
             if rows.past and (tuple(keys.shape) != expected or keys.dtype != compute):
                 raise PlanError(
                     f"{where}: layer {index} of the cache holds keys {keys.dtype} {list(keys.shape)}, this call needs "

@@ -58,8 +58,8 @@ def norm(
     compute: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """(y, h) of R1, R2, R3."""
-    rows = [None if t is None else dense(t) for t in (x, residual, w, bias)]
-    return norm_kernels.norm(*rows, eps, centered, offset, compute)  # type: ignore[arg-type]
+    residual, bias = (None if t is None else dense(t) for t in (residual, bias))
+    return norm_kernels.norm(dense(x), residual, dense(w), bias, eps, centered, offset, compute)
 
 
 def norm_dx(
@@ -156,8 +156,8 @@ def activation_dx(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, packed
 def rope(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool, backward: bool, out_dtype: torch.dtype) -> Tensor:
     """R4; the tables broadcast to the leading axes of x."""
     lead, half = x.shape[:-2], sin.shape[-1]
-    tables = [t.expand(*lead, half).reshape(-1, half).contiguous() for t in (sin, cos)]
-    y = rope_kernels.rope(dense(x).view(-1, *x.shape[-2:]), *tables, interleaved, backward, out_dtype)
+    sin_TD, cos_TD = (t.expand(*lead, half).reshape(-1, half).contiguous() for t in (sin, cos))
+    y = rope_kernels.rope(dense(x).view(-1, *x.shape[-2:]), sin_TD, cos_TD, interleaved, backward, out_dtype)
     return y.view(x.shape)
 
 
@@ -406,7 +406,9 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, m, total, rest) of K1; unlike tbik._C.attention it takes the leaf and gives the rest itself."""
     state = attention_kernels.forward(
-        *(t.resolve_neg() for t in (q, k, v)),
+        q.resolve_neg(),
+        k.resolve_neg(),
+        v.resolve_neg(),
         starts_q,
         extent,
         table,
@@ -442,7 +444,10 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, rows of dsinks) of K3 and K4."""
     gradients = attention_kernels.backward(
-        *(t.resolve_neg() for t in (grad_out, q, k, v)),
+        grad_out.resolve_neg(),
+        q.resolve_neg(),
+        k.resolve_neg(),
+        v.resolve_neg(),
         attention_kernels.State(*state),
         starts_q,
         starts_k,

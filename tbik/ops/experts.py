@@ -190,7 +190,7 @@ def packed_experts_cover(x: Tensor, routing: Routing, gate_up: PackedExperts, do
         return _forward(x, routing, gate_up, down, run, plan, compute, False, torch.float32)
     parts = [
         _forward(some, Routing(weights, ids), gate_up, down, run, plan, compute, False, torch.float32)
-        for some, weights, ids in zip(x.split(each), routing.weights.split(each), routing.ids.split(each), strict=True)
+        for some, weights, ids in zip(*(torch.split(t, each) for t in (x, routing.weights, routing.ids)), strict=True)
     ]
     return torch.cat(parts, dim=1)
 
