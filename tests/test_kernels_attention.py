@@ -161,13 +161,13 @@ def forward(
 
 def test_verify_blocks_of_64_are_in_the_bits() -> None:
     """Negative control: one block of all keys in place of blocks of 64 has other bits."""
-    q, k, v = heads((1, 1, 4), FP32, 1), heads((70, 1, 4), FP32, 2), heads((70, 1, 4), FP32, 3)
-    out = forward(q, k, v, torch.tensor([0, 1]), torch.tensor([0, 70]), "fma", rows=1)[0]
-    s = reference.chain(q[0], k[:, 0]) * torch.tensor(4**-0.5)
+    q, k, v = heads((1, 1, 16), FP32, 1), heads((150, 1, 16), FP32, 2), heads((150, 1, 16), FP32, 3)
+    out = forward(q, k, v, torch.tensor([0, 1]), torch.tensor([0, 150]), "fma", rows=1)[0]
+    s = reference.chain(q[0], k[:, 0]) * torch.tensor(16**-0.5)
     p = reference.exp(s - s.max())
-    one_block = reference.chain(p, v[:, 0].T) / reference.chain(p, torch.ones(1, 70))
+    one_block = reference.chain(p, v[:, 0].T) / reference.chain(p, torch.ones(1, 150))
     torch.testing.assert_close(out[0], one_block, rtol=1e-5, atol=1e-5)
-    assert_bits_differ(out[0], one_block, "one block of 70 keys")
+    assert_bits_differ(out[0], one_block, "one block of 150 keys")
 
 
 @pytest.mark.parametrize("leaf", ["fma", MMA] if DEVICE == "cuda" else ["fma"])  # numpy's dot has no fixed order
