@@ -76,6 +76,69 @@ def test_verify_errors_are_one_message_and_exit_status_2(
     assert "Traceback" not in printed.err and printed.out == ""
 
 
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small enough to train."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96, "num_hidden_layers": 1}
+    return models.random_model("qwen3", tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, **sizes)
+
+
+@pytest.mark.multiprocess
+def test_verify_train_command_writes_what_it_says(
+    tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = tmp_path / "train.json", tmp_path / "train.html"
+    job = ("--layouts", "single,fsdp2:m2", "--steps", 3, "--samples", 8, "--kill-after", 1, "--dropout", 0.1)
+    assert call(monkeypatch, "verify", "--train", "--model", tied, *job, "--json", file, "--report", page) == 0
+    printed, values = capsys.readouterr().out, json.loads(file.read_text())
+    assert printed.strip().splitlines()[-1] == "tbik: 1 unique digest of 4; stock: 2 unique digests of 2"
+    assert values["claim"] and values["kind"] == "training" and values["environment"]["commit"]
+    digest = values["records"][0]["digest"]
+    assert len(digest) == 16 and digest in page.read_text()
+    # without a control that differs nothing has been shown
+    alone = ("--layouts", "single", "--steps", 1, "--samples", 2)
+    assert call(monkeypatch, "verify", "--train", "--model", tied, *alone) == 1
+    assert "not shown: stock gave one digest too" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--layouts", "fsdp5"], "5 data ranks do not divide 24"),
+        (["--layouts", "flat2", "--steps", "3", "--kill-after", "1"], "FSDP1 has no checkpoint"),
+        (["--layouts", "single", "--control", "fsdp2"], "--control"),
+        (["--layouts", "single", "--dtype", "float16"], "--dtype"),
+    ],
+)
+def test_verify_train_errors_are_exit_status_2(
+    arguments: list[str],
+    named: str,
+    tied: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, "verify", "--train", "--model", tied, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("tbik: ") and named in printed.err and printed.out == ""
+
+
+@pytest.mark.multiprocess
+def test_verify_demo_rl_writes_what_it_says(
+    tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_resolve", lambda name: tied)
+    file, page = tmp_path / "rl.json", tmp_path / "rl.html"
+    job = ("--steps", 1, "--engine", "builtin", "--json", file, "--report", page)
+    assert call(monkeypatch, "demo", "rl", *job) == 0
+    printed, values = capsys.readouterr().out, json.loads(file.read_text())
+    assert printed.strip().splitlines()[-1].startswith("tbik: 0 of 384 log-probabilities differ; stock: ")
+    assert values["claim"] and values["job"]["tp"] == 4 and values["environment"]["commit"]
+    assert page.read_text().count("<svg") == 3
+    assert call(monkeypatch, "demo", "rl", "--engine", "abacus") == 2
+    assert "abacus" in capsys.readouterr().err
+
+
 def test_verify_demo_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setattr(cli, "_verify", lambda model, **arguments: seen.update(model=model, **arguments))
