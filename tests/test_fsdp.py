@@ -330,6 +330,8 @@ LONG = [
     Layout("fsdp1", 4, 1),
     Layout("ddp", 4, 2),
     Layout("ddp", 4, 2, tp=2),
+    Layout("collected", 4, 1, tp=2),
+    Layout("collected", 4, 2, accumulation="unsharded"),
     Layout("fsdp2", 6, 4),
     Layout("fsdp2", 6, 2, replicas=3),
     Layout("fsdp2", 6, 2, accumulation="unsharded"),
@@ -576,6 +578,24 @@ def test_verify_parameters_gathered_in_bfloat16(pools: Pools, expected: Run) -> 
     runs = [pools.run(train_on_rank, layout.world, layout, STEPS)[0] for layout in layouts]
     for layout, found in zip(layouts, runs):
         require_same(found, expected, str(layout))
+
+
+@pytest.mark.multiprocess
+def test_verify_frozen_parameters(pools: Pools, expected: Run) -> None:
+    """What requires no gradient stays as it is, and the rest has one set of bits, in units frozen whole or in part."""
+    alone = train(Layout(m=8, frozen=True), STEPS)
+    before = whole_state(start(Layout()))
+    moved = {name for name, value in alone.weights.items() if not torch.equal(value, before[name])}
+    assert moved and not any("layers.0." in name or "norm" in name for name in moved)
+    assert alone.norms != expected.norms and len(set(alone.digests)) == STEPS
+    for layout in (
+        Layout("fsdp2", 2, 4, frozen=True),
+        Layout("fsdp2", 2, 2, frozen=True, accumulation="unsharded"),
+        Layout("fsdp1", 2, 4, frozen=True),
+        Layout("ddp", 2, 2, frozen=True),
+    ):
+        for rank, found in enumerate(pools.run(train_on_rank, layout.world, layout, STEPS)):
+            require_same(found, alone, f"{layout}, rank {rank}")
 
 
 def order_of_events(group: dist.ProcessGroup) -> list[tuple[str, str]]:

@@ -61,7 +61,7 @@ class FlatShardedTree(HookedTree):
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 module._comm_hook_state = name
                 handles[name] = module._handle
-        self._expected = sorted(handles)
+        self._expected = sorted(name for name, handle in handles.items() if handle.flat_param.requires_grad)
         self._segments: dict[int, Any] = {
             id(parameter): segment
             for handle in handles.values()
