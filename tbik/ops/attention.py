@@ -642,7 +642,11 @@ def _require_tensor(where: str, name: str, t: Tensor) -> None:
 
 
 def _leaf_of(where: str, plan: TreePlan | None, q: Tensor) -> str:
-    if plan is None or plan.leaf == "fma":
+    if plan is None:
+        return "fma"
+    if not isinstance(plan, TreePlan):
+        raise PlanError(f"{where}: plan is a TreePlan or None, got {type(plan).__name__}")
+    if plan.leaf == "fma":
         return "fma"
     _require_leaf(where, plan, q)
     return plan.leaf
