@@ -1,4 +1,4 @@
-# tbik: make setup | vllm | demo | test | sanitize | check | bench | clean
+# tbik: make setup | vllm | demo | test | sanitize | check | cuda-check | bench | clean
 #
 # PYTHON          the interpreter to build with, >= 3.10 (its torch is kept if it is >= 2.11 and < 2.15)
 # TORCH_PIP_ARGS  extra arguments for installing torch where none is present. On a machine without a GPU, give the index
@@ -6,6 +6,7 @@
 # VLLM_VENV       where make vllm puts a CPU vLLM (2 GB), for tbik verify --engine vllm, its tests and bench/serve.py
 # MARKERS         which tests: a pytest marker expression; MARKERS="not sanitize" adds those that take minutes
 # PYTEST_ARGS     extra arguments for pytest
+# CUDA_CHECK_ARGS  arguments for make cuda-check: --output "" writes no table, --architectures sm_90 looks at one
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -35,7 +36,7 @@ VLLM_STAMP := $(VLLM_VENV)/.vllm-is-set-up
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup vllm demo test sanitize check bench clean
+.PHONY: setup vllm demo test sanitize check cuda-check bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -89,6 +90,10 @@ check: setup
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
 	$(if $(CPP),$(VENV)/bin/clang-format --dry-run -Werror $(CPP))
+
+# Every CUDA source for sm_80, sm_90, sm_100: registers, spills, instructions (minutes; no GPU). Without nvcc: says so.
+cuda-check: setup
+	@$(VENV)/bin/python bench/cuda_compile.py $(CUDA_CHECK_ARGS) || test $$? = 3
 
 # those that compare with vLLM run where vLLM is
 BENCH_VLLM := bench/attention_vllm.py bench/serve.py

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "extrema.h"
 #include "fpmode.h"
 
 namespace tbik {
@@ -40,26 +41,6 @@ void run_schedule(const Schedule& program, int64_t count, Source source, Add add
     }
     for (size_t o = 0; o < program.outputs.size(); ++o) store(static_cast<int64_t>(o) * count + at, slots[o], n);
   }
-}
-
-template <class T>
-T minimum(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    if (a != a) return a;
-    if (b != b) return b;
-    if (a == b) return __builtin_signbit(a) ? a : b;
-  }
-  return b < a ? b : a;
-}
-
-template <class T>
-T maximum(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    if (a != a) return a;
-    if (b != b) return b;
-    if (a == b) return __builtin_signbit(a) ? b : a;
-  }
-  return a < b ? b : a;
 }
 
 template <class T>

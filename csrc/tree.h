@@ -3,8 +3,8 @@
 //   node(lo, hi) = leaf(lo)                            if hi - lo == 1
 //                = node(lo, mid) (+) node(mid, hi)     mid = lo + largest power of two < hi - lo
 //
-// Node (level, index) holds the leaves [index * 2^level, (index + 1) * 2^level). Header only, no torch, no CUDA.
-// Errors: std::invalid_argument. Bits: layout-invariant (tests/test_order_agreement.py).
+// Node (level, index) holds the leaves [index * 2^level, (index + 1) * 2^level). Header only, no torch; nvcc compiles
+// it too. Errors: std::invalid_argument. Bits: layout-invariant (tests/test_order_agreement.py).
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "host_device.h"
 
 namespace tbik {
 
@@ -57,7 +59,7 @@ inline void require_leaves(int64_t leaves) {
   }
 }
 
-inline int bit_length(int64_t value) { return std::bit_width(static_cast<uint64_t>(value)); }
+constexpr int bit_length(int64_t value) { return std::bit_width(static_cast<uint64_t>(value)); }
 
 inline bool are_siblings(const Node& left, const Node& right) {
   return left.level == right.level && left.index % 2 == 0 && right.index == left.index + 1;
@@ -97,12 +99,27 @@ inline std::vector<int64_t> cuts(int64_t length, int64_t leaves) {
 }
 
 // Where node(lo, hi) splits: lo + the largest power of two strictly below hi - lo.
-inline int64_t middle(int64_t lo, int64_t hi) {
+constexpr int64_t middle(int64_t lo, int64_t hi) {
   if (hi - lo < 2) {
     throw std::invalid_argument("tree.middle: a leaf does not split, got [" + std::to_string(lo) + ", " +
                                 std::to_string(hi) + ")");
   }
   return lo + (int64_t{1} << (tree_internal::bit_length(hi - lo - 1) - 1));
+}
+
+// node(lo, hi) with its pairs fixed at compile time, for kernels that hold all leaves in registers: leaf(i) is leaf i,
+// add(left, right) a node.
+template <int64_t kLo, int64_t kHi>
+inline constexpr int64_t kMiddle = middle(kLo, kHi);
+
+template <int64_t kLo, int64_t kHi, class Leaf, class Add>
+TBIK_HOST_DEVICE auto canonical_node(const Leaf& leaf, const Add& add) {
+  if constexpr (kHi - kLo == 1) {
+    return leaf(kLo);
+  } else {
+    const auto left = canonical_node<kLo, kMiddle<kLo, kHi>>(leaf, add);
+    return add(left, canonical_node<kMiddle<kLo, kHi>, kHi>(leaf, add));
+  }
 }
 
 // The fewest whole nodes that make up the leaves [lo, hi), in ascending order.

@@ -15,7 +15,12 @@ Suffixes: W ranks, L leaves, k nodes of a rank, n elements of the root. Three ki
 all_gather and all_to_all, never one of its reductions).
 
 dtypes: covers fp32 or fp64. Plain bf16, fp16 and fp32 are summed in fp32, fp64 in fp64, rounded once at the root;
-int8..int64 and uint8 modulo 2^bits. CPU tensors. Not differentiable: a requires_grad input is read as if detached.
+int8..int64 and uint8 modulo 2^bits. Not differentiable: a requires_grad input is read as if detached.
+
+CPU tensors; CUDA tensors where all ranks run on one host and their devices can read each other (tbik.peer_memory): the
+same additions in one kernel on the caller's stream, int32 and int64 of the integers; on an error there the output is
+undefined, and the next call raises. The ranks' records always travel over the group's CPU backend. A bias on a device
+is not compared between the ranks, nor are node values there looked at before they are narrowed (wire=True).
 
 Errors: PlanError where a call is unsupported or the ranks disagree about it; raised on all ranks in the first call of a
 (group, plan, runs), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every
@@ -50,8 +55,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from tbik import _C, __version__, tree
+from tbik import _C, __version__, peer_reductions, tree
 from tbik.errors import PlanError, TransportError, TransportTimeout
+from tbik.peer_memory import Order, Peers
 from tbik.plan import Run, TreePlan
 from tbik.tree import ORDER_VERSION, Node
 
@@ -69,6 +75,7 @@ SEGMENT_BYTES = 1 << 26
 _HEADER_BYTES = 16
 _RECORD_BYTES = 40  # 32 bytes of digest, 8 of length
 _KNOWN_AGREEMENTS = 256
+_PEER_LIMIT_S = 600.0  # of waits on a device, where the group does not tell its timeout
 _MAX_COVER_LEAVES = 2**31 - 1
 _ALIGNMENT = 8
 _ROOT_DTYPES = {
@@ -188,7 +195,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, same: Mappi
     name. group: as for all_reduce of a cover; None without a default group is this rank alone.
     Errors: PlanError on all ranks where they disagree, TransportTimeout, TransportError.
     """
-    if not _is_dense(x) or x.dtype not in (*_FLOATS, *_INTEGERS):
+    if not _is_dense(x) or x.device.type != "cpu" or x.dtype not in (*_FLOATS, *_INTEGERS):
         raise PlanError(f"all_gather: expected a dense CPU tensor of {_SUPPORTED}, got {_describe(x)}")
     with torch.no_grad():
         rows = x.detach().resolve_neg().reshape(1, -1)
@@ -329,6 +336,7 @@ def _request(
         raise PlanError(f"{where}: a root in {acc_dtype} leaves as one of {allowed}, got out_dtype={out_dtype!r}")
     if bias is not None:
         fits = _is_dense(bias) and bias.dtype in _FLOATS and list(bias.shape) == list(shape[-1:])
+        fits = fits and bias.device == tensor.device
         if integer or not shape or not fits:
             raise PlanError(
                 f"{where}: expected a dense floating-point CPU bias of {list(shape[-1:])} for a floating-point root of "
@@ -339,7 +347,7 @@ def _request(
         raise PlanError(f"{where}: {link.size} ranks do not divide dimension 0 of the root, {list(shape)}")
     if out is not None:
         rows = shape if where == "all_reduce" else torch.Size([shape[0] // link.size, *shape[1:]])
-        if not _is_dense(out) or out.dtype != out_dtype or out.shape != rows:
+        if not _is_dense(out) or out.dtype != out_dtype or out.shape != rows or out.device != tensor.device:
             raise PlanError(
                 f"{where}: expected out of {out_dtype} {list(rows)}, dense and on the CPU, got {_describe(out)}"
             )
@@ -391,14 +399,15 @@ def _request(
 
 
 def _is_dense(tensor: object) -> TypeGuard[Tensor]:
-    """One block of CPU memory with strides, which the kernels can read: no subclass that stands for other tensors."""
+    """One block of memory, of the CPU or a device whose ranks can be peers, with strides, which the kernels can read:
+    no subclass that stands for other tensors."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         and not is_functorch_wrapped_tensor(tensor)
         and not tensor.is_nested
         and tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
+        and (tensor.device.type == "cpu" or tensor.device.type in peer_reductions.LIBRARIES)
     )
 
 
@@ -412,7 +421,9 @@ def _describe(tensor: object) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of the bits. Cheap beside a message: a bias is short."""
+    """Of the bits. Cheap beside a message: a bias is short. A device's would have to be waited for."""
+    if tensor.device.type != "cpu":
+        return f"on {tensor.device.type}"
     return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
@@ -433,7 +444,7 @@ def _narrow(rows: Tensor, where: str) -> tuple[Tensor, str]:
     """
     halves = rows.view(torch.int16)
     loss = ""
-    if bool(halves[:, 0::2].any()):
+    if rows.device.type == "cpu" and bool(halves[:, 0::2].any()):
         loss = f"{where}: wire=True needs node values that are bf16 values already; round every leaf and node (A6)"
     return halves[:, 1::2].contiguous().view(torch.bfloat16), loss
 
@@ -441,15 +452,8 @@ def _narrow(rows: Tensor, where: str) -> tuple[Tensor, str]:
 # --- order: which additions -----------------------------------------------------------------------------------------
 
 
-class _Order(NamedTuple):
-    """Where the schedule's inputs come from, (rank, row) in ascending leaf order, and the schedule."""
-
-    sources: tuple[tuple[int, int], ...]
-    schedule: _C.Schedule
-
-
 @lru_cache(maxsize=1024)
-def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: bool) -> _Order:
+def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: bool) -> Order:
     """The additions that make node(0, L) of all ranks' nodes. PlanError where a leaf comes twice or never."""
     held = sorted(
         (node.lo, node, rank, row) for rank, nodes in enumerate(nodes_by_rank) for row, node in enumerate(nodes)
@@ -466,7 +470,7 @@ def _order(nodes_by_rank: tuple[tuple[Node, ...], ...], leaves: int, narrow: boo
     if end != leaves:
         raise PlanError(f"covers: no rank holds leaves [{end}, {leaves}) of {leaves}")
     program = _C.nodes_schedule([node for _, node, _, _ in held], leaves, narrow)
-    return _Order(tuple((rank, row) for _, _, rank, row in held), program)
+    return Order(tuple((rank, row) for _, _, rank, row in held), program)
 
 
 def _runs(runs: Any) -> tuple[Run, ...]:
@@ -508,7 +512,7 @@ def _require_cover(nodes: tuple[Node, ...], leaves: int) -> None:
         raise PlanError(f"Cover.nodes: expected a cover without siblings, {_spell(merged)}, got {_spell(nodes)}")
 
 
-def _fold(order: _Order, parts: Sequence[Tensor], request: _Request, bounds: Run) -> Tensor:
+def _fold(order: Order, parts: Sequence[Tensor], request: _Request, bounds: Run) -> Tensor:
     """out[lo:hi] of the root. parts[r]: rank r's rows of these elements, [k_r, hi - lo], in the dtype of the wire."""
     inputs = [parts[rank][row] for rank, row in order.sources]
     if request.acc_dtype in _INTEGERS:
@@ -565,12 +569,16 @@ def _perform(
             if request.loss:
                 raise PlanError(request.loss)
             order = _order((request.nodes,), request.leaves, request.narrow)
+            if request.rows.device.type in peer_reductions.LIBRARIES:
+                return _on_peers(call, link, order, request, [len(request.nodes)]), link
             root = _fold(order, [request.rows], request, (0, request.shape.numel()))
             return _own(root, request.shape), link
         with link.call():
             nodes_by_rank = _agree(call, link, x, known_runs, request, refusal)
             assert request is not None  # else _agree raised
             order = _order(nodes_by_rank, request.leaves, request.narrow)
+            if request.rows.device.type in peer_reductions.LIBRARIES:
+                return _on_peers(call, link, order, request, [len(nodes) for nodes in nodes_by_rank]), link
             link.sign(request.terms, nodes_by_rank, request.loss)
             counts = [len(nodes) for nodes in nodes_by_rank]
             step = max(1, SEGMENT_BYTES // max(1, max(counts) * request.rows.element_size()))
@@ -584,6 +592,28 @@ def _perform(
                 bounds = [(0, n if rank == call.dst else 0) for rank in range(link.size)]
                 shape = list(request.shape) if link.rank == call.dst else [0]
             return _own(_my_chunk(link, order, request, counts, bounds, step), shape), link
+
+
+def _on_peers(call: _Call, link: _Link, order: Order, request: _Request, counts: Sequence[int]) -> Tensor:
+    """The root, or with reduce_scatter this rank's rows of it, by the ranks' devices. What the calls must agree on
+    travels as a digest with the kernels' messages."""
+    rows = request.rows if request.rows.stride(-1) == 1 else request.rows.contiguous()
+    scatter = call.collective == "reduce_scatter"
+    shape = [request.shape[0] // link.size, *request.shape[1:]] if scatter else list(request.shape)
+    out = torch.empty(shape, dtype=request.out_dtype, device=rows.device)
+    link.peers(rows.device).fold(
+        rows,
+        order,
+        out,
+        counts=counts,
+        divisor=request.average,
+        bias=None if request.bias is None else request.bias.to(request.acc_dtype).contiguous(),
+        rounds=request.narrow,
+        placement=call.placement if call.collective == "all_reduce" else "auto",
+        scatter=scatter,
+        agreed=repr(request.terms),
+    )
+    return out
 
 
 def _own(flat: Tensor, shape: Sequence[int]) -> Tensor:
@@ -601,7 +631,7 @@ def _refusal(call: _Call, error: Exception) -> PlanError:
     return refusal
 
 
-def _everywhere(call: _Call, link: _Link, order: _Order, request: _Request, counts: Sequence[int], step: int) -> Tensor:
+def _everywhere(call: _Call, link: _Link, order: Order, request: _Request, counts: Sequence[int], step: int) -> Tensor:
     """The flat root on every rank."""
     n = request.shape.numel()
     placement = call.placement
@@ -625,7 +655,7 @@ def _everywhere(call: _Call, link: _Link, order: _Order, request: _Request, coun
 
 
 def _my_chunk(
-    link: _Link, order: _Order, request: _Request, counts: Sequence[int], bounds: Sequence[Run], step: int
+    link: _Link, order: Order, request: _Request, counts: Sequence[int], bounds: Sequence[Run], step: int
 ) -> Tensor:
     """The flat elements bounds[rank] of the root, folded here."""
     pieces = []
@@ -697,9 +727,11 @@ class _State:
     lock: threading.Lock = field(default_factory=threading.Lock)  # held during a call: messages have no other order
     compared: set[tuple[str, tuple[Run, ...] | None]] = field(default_factory=set)  # plan and runs
     agreements: dict[tuple[bytes, ...], list[dict[str, Any]]] = field(default_factory=dict)
+    peers: dict[torch.device, Peers] = field(default_factory=dict)
 
 
 _states_lock = threading.Lock()
+_alone_peers: dict[torch.device, Peers] = {}  # of this rank alone, without a group
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, _State] = weakref.WeakKeyDictionary()
 
 
@@ -855,6 +887,23 @@ class _Link:
                 f"they make the same calls. The transport says: {reason}"
             )
             raise (TransportTimeout if late else TransportError)(text) from error
+
+    def peers(self, device: torch.device) -> Peers:
+        """The group's segments on its ranks' devices, made in its first call there. Errors: PlanError on all ranks."""
+        held = _alone_peers if self.group is None else self.state.peers
+        if device not in held:
+            limit = self.limit()
+            held[device] = peer_reductions.make(
+                device.type,
+                device.index or 0,
+                self.rank,
+                self.size,
+                lambda key, record: [record] if self.size == 1 else self.exchange({"key": key, **record}),
+                lambda: None,
+                timeout_s=_PEER_LIMIT_S if limit is None else limit,
+                group=self.group,
+            ).peers
+        return held[device]
 
     def limit(self) -> float | None:
         """The group's timeout in seconds, where the backend tells."""

@@ -28,7 +28,10 @@ CONFINED = {
     "tbik.cli": ("tbik/cli.py", "tbik/__main__.py"),
 }
 KERNELS = ("tbik/kernels/", "tbik/ops/")
-COLLECTIVES = ("tbik/collectives.py", "tbik/backend.py", "tbik/launch.py", "tbik/mpi_movement.py")
+COLLECTIVES = (
+    *("tbik/collectives.py", "tbik/backend.py", "tbik/launch.py", "tbik/mpi_movement.py"),
+    *("tbik/peer_library.py", "tbik/peer_memory.py", "tbik/peer_reductions.py"),
+)
 
 
 def imports_of(source: str) -> set[str]:
