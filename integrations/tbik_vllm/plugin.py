@@ -11,6 +11,7 @@ Errors: PlanError. Bits: none here.
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -48,6 +49,8 @@ def install() -> None:
             "tbik: TBIK_VLLM=allreduce replaces the tensor-parallel collectives alone. Their sums are "
             "deterministic, but this alone does not make the outputs of two TP sizes equal: TBIK_VLLM=full does"
         )
+        if not platform.is_cpu(current_platform):
+            _prepare_cuda(platform)
     else:
         _replace_layers()
         _replace_attention()
@@ -169,6 +172,36 @@ def _wrap_config(platform: Any) -> None:
 
     platform.check_and_update_config = classmethod(check_and_update_config)
     _say(f"{platform.__name__}.check_and_update_config", "the same, then tbik's refusals")
+
+
+def _prepare_cuda(platform: Any) -> None:
+    """On CUDA the operators are vLLM's: its batch-invariant mode, and no pass that hides a sum in a kernel."""
+    if os.environ.setdefault("VLLM_BATCH_INVARIANT", "1") != "1":
+        raise PlanError(
+            f"tbik_vllm: VLLM_BATCH_INVARIANT is {os.environ['VLLM_BATCH_INVARIANT']!r}; on CUDA the operators that "
+            "are not tbik's need vLLM's batch-invariant mode: leave it unset, or set it to 1"
+        )
+    _say("VLLM_BATCH_INVARIANT", "1")
+    stock = platform.check_and_update_config.__func__
+
+    @wraps(stock)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        keep_sums_apart(vllm_config)  # before vLLM derives anything from them
+        stock(cls, vllm_config)
+        keep_sums_apart(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    _say(f"{platform.__name__}.check_and_update_config", "the same, without fused and scattered sums")
+
+
+def keep_sums_apart(vllm_config: Any) -> None:
+    """No fused all-reduce and norm, no sequence parallelism, no fused GEMM and collective."""
+    passes = vllm_config.compilation_config.pass_config
+    for name in refusals.FUSED_SUMS:
+        if getattr(passes, name, None):
+            _logger().info("tbik: compilation_config.pass_config.%s: True -> False", name)
+        if hasattr(passes, name):
+            setattr(passes, name, False)
 
 
 def _run_eagerly(vllm_config: Any) -> None:

@@ -20,6 +20,8 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FUSED_SUMS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
+"""Compilation passes that merge a sum over the ranks with what stands before or after it."""
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -56,7 +58,7 @@ def refuse_config(vllm_config: Any) -> None:
     for name in ("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_elastic_ep"):
         if getattr(parallel, name):
             refuse(name, True, "False")
-    for name in ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms"):
+    for name in FUSED_SUMS:
         if getattr(passes, name, None):
             refuse(f"compilation_config.pass_config.{name}", True, "False: the sum and what follows it are separate")
     if model.runner_type != "generate":
