@@ -12,7 +12,8 @@ rows:        norms, rope, silu and mul, beside torch's; bits of the CPU
 vocabulary:  log-softmax, cross-entropy, their gradients, beside torch's; bits of the CPU
 attention:   prefill, decoding and backward beside torch's SDPA; a query alone = in its prompt, pages = packed, graph
 fingerprint: GB/s; the CPU's digest
-Not written yet: all-reduce over peer memory, a batch-invariant persistent matmul beside.
+collective_bits, collectives: bench/gpu_collectives.py, all-reduce over peer memory by 2, 4, 8 processes on one GPU
+Not written yet: a batch-invariant persistent matmul beside.
 
 Timings are medians by CUDA events (triton.testing.do_bench). A part that fails is reported and makes the exit status 1.
 """
@@ -29,6 +30,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from gpu_collectives import part_collective_bits, part_collectives
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "gpu"
@@ -447,6 +450,8 @@ PARTS: dict[str, Callable[[Setting], list[dict[str, Any]]]] = {
     "vocabulary": part_vocabulary,
     "attention": part_attention,
     "fingerprint": part_fingerprint,
+    "collective_bits": part_collective_bits,
+    "collectives": part_collectives,
 }
 
 
