@@ -144,7 +144,7 @@ def job_bits(me: Rank) -> None:
             values = [value.to(dtype) for value in values]
             expected = reference.all_reduce(values)
             for placement in ("one_shot", "two_shot"):
-                x = values[rank].to(me.device)
+                x = values[rank].clone().to(me.device)
                 peers.all_reduce(x, placement=placement)
                 me.synchronize()
                 require_equal(f"{dtype} n={n} {placement}", x, expected)
@@ -166,7 +166,7 @@ def job_bits(me: Rank) -> None:
         ("min", tree.root(values, torch.minimum)),
         ("premul_sum", tree.root([v * torch.tensor(0.1 * (r + 1)) for r, v in enumerate(values)], torch.add)),
     ):
-        x = values[rank].to(me.device)
+        x = values[rank].clone().to(me.device)
         peers.all_reduce(x, op=op, factor=0.1 * (rank + 1))
         me.synchronize()
         require_equal(op, x, expected)
@@ -198,7 +198,7 @@ def job_bits(me: Rank) -> None:
     pending = []
     for call in range(24):  # no synchronisation in between: double buffers
         values = me.values(300 + 1777 * (call % 5), torch.bfloat16, seed=call)
-        x = values[rank].to(me.device)
+        x = values[rank].clone().to(me.device)
         peers.all_reduce(x, placement=("one_shot", "two_shot")[call % 2])
         pending.append((x, reference.all_reduce(values)))
     me.synchronize()

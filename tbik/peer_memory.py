@@ -342,7 +342,7 @@ class Peers:
             call.segments[: self.size] = self._segment.addresses
             call.status = self._status_address
             call.staging[:], call.results[:] = areas[:2], areas[2:]
-            call.count, call.width, call.num_chunks = piece.count, piece.width, piece.num_chunks
+            call.count, call.width, call.num_chunks = piece.num_elements, piece.width, piece.num_chunks
             call.chunk_stride, call.row_stride = piece.chunk_stride, row_stride
             call.pitch = piece.num_chunks * _round_up(piece.width, GRANULE)
             call.columns, call.bias_first, call.divisor = columns or 1, piece.first, divisor
@@ -351,7 +351,7 @@ class Peers:
             call.op, call.placement = OPS[op], PLACEMENTS[placement]
             call.element, call.out_element = ELEMENTS[rows_KN.dtype], ELEMENTS[out.dtype]
             call.blocks = min(MAX_BLOCKS, -(-piece.width * item // BLOCK_BYTES))
-            call.what = _what(scatter, op, call.element, call.out_element, piece.count)
+            call.what = _what(scatter, op, call.element, call.out_element, piece.num_elements)
             call.order = digest
             launches.append(_Launch(call, piece.first, piece.first))
         return launches
@@ -430,7 +430,7 @@ class Piece(NamedTuple):
     """The elements of one launch: chunk c begins at first + c * chunk_stride and has min(width, count - c * width)."""
 
     first: int
-    count: int
+    num_elements: int
     width: int
     num_chunks: int
     chunk_stride: int

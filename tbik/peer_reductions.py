@@ -34,7 +34,7 @@ class Launched:
         self.peers = peers
         self.event: Any = None
         if peers.library.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self.event = torch.cuda.Event()
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(torch.cuda.current_stream(peers.device))
 
     def is_done(self) -> bool:
@@ -104,7 +104,7 @@ class PeerReductions:
             self._scatter(op, factor, out, flat)
         else:
             self.peers.all_reduce(flat, op=op, factor=factor)
-            out.copy_(flat.split([part.numel() for part in parts])[rank].view(out.shape))
+            out.copy_(torch.split(flat, [part.numel() for part in parts])[rank].view(out.shape))
         return Launched(self.peers)
 
     def _scatter(self, op: str, factor: float, out: Tensor, x: Tensor) -> None:

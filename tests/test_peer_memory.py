@@ -381,14 +381,14 @@ def test_verify_pieces(n: int, item: int, size: int, placement: str) -> None:
     for piece in peer_memory.pieces(n, item, size, placement, staging):
         chunk = -(-piece.width // peer_library.GRANULE) * peer_library.GRANULE
         assert piece.num_chunks * chunk * item <= staging
-        sizes = [max(0, min(piece.width, piece.count - c * piece.width)) for c in range(piece.num_chunks)]
-        assert sum(sizes) == piece.count
+        sizes = [max(0, min(piece.width, piece.num_elements - c * piece.width)) for c in range(piece.num_chunks)]
+        assert sum(sizes) == piece.num_elements
         if placement == "scatter":
             assert piece.first == covered // size and set(sizes) == {piece.width}
         else:
             assert piece.first == covered
         assert piece.first + (piece.num_chunks - 1) * piece.chunk_stride + sizes[-1] <= n or sizes[-1] == 0
-        covered += piece.count
+        covered += piece.num_elements
     assert covered == n < 1 << 63
 
 
@@ -577,5 +577,5 @@ def test_verify_wide_offsets() -> None:
     """A message beyond 2^31 elements is cut in 64 bits (integers only; nothing of that size is allocated)."""
     n = 3 * 2**31 + 5
     cut = peer_memory.pieces(n, 2, 8, "two_shot", peer_memory.STAGING_BYTES)
-    assert cut[-1].first + cut[-1].count == n and cut[-1].first > 2**32
-    assert len(cut) == math.ceil(n / cut[0].count)
+    assert cut[-1].first + cut[-1].num_elements == n and cut[-1].first > 2**32
+    assert len(cut) == math.ceil(n / cut[0].num_elements)
