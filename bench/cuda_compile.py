@@ -68,7 +68,7 @@ def problems(body: str) -> list[str]:
 
 def describe(name: str) -> tuple[str, int]:
     """(element type, ranks) of peer_reduce_kernel<S, ranks>, mangled."""
-    match = re.search(r"peer_reduce_kernelI(.*?)Li(\d+)EEv", name)
+    match = re.search(r"peer_reduce_kernelI(.*?)Li(\d+)EE+v", name)
     assert match is not None, name
     kind = match[1]
     element = "bfloat16" if "Bf16" in kind else "float16" if "F16" in kind else TYPES[kind]
