@@ -23,7 +23,7 @@ def load_script() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verify_sources_compile_without_a_gpu() -> None:
     """The sums of float32 and the C interface, sm_90; `make cuda-check` looks at all sources and architectures."""
     if shutil.which("nvcc") is None:
