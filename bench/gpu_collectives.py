@@ -149,8 +149,8 @@ def job_bits(me: Rank) -> None:
                 me.synchronize()
                 require_equal(f"{dtype} n={n} {placement}", x, expected)
             if dtype == torch.float32 and n > 1 and world > 2:
-                flat = values[0].clone()
-                for value in values[1:]:
+                flat = values[-1].clone()  # from the last rank down: for three ranks the tree is the flat sum upwards
+                for value in values[-2::-1]:
                     flat += value
                 assert not torch.equal(flat, expected), "a flat sum has the same bits: the data shows no order"
             if n % world == 0:
