@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @needs_triton
