@@ -34,7 +34,7 @@ def group(x: Any = X, weights: Any = (W,), biases: Any = None, **arguments: Any)
 
 def on_cuda() -> object:
     with FakeTensorMode():
-        return ops.rms_norm(torch.empty(4, 12, device="cuda"), torch.empty(12, device="cuda"), 1e-6)
+        return ops.route(torch.empty(4, 8, device="cuda"), 2)  # experts have no CUDA kernels
 
 
 def nested() -> Tensor:
@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "x is a list": (linear(x=[[1.0]]), "x is a tensor, got list"),
     "w is None": (linear(w=None), "w is a tensor, got NoneType"),
     "DTensor": (dtensor, r"DTensor; use x\.to_local\(\) or tbik\.nn"),
-    "cuda": (on_cuda, r"x is on cuda:0.*use x\.cpu\(\)"),
+    "cuda": (on_cuda, r"logits is on cuda:0.*use logits\.cpu\(\)"),
     "meta w": (linear(w=W.to("meta")), "x is on cpu, w on meta"),
     "meta bias": (linear(bias=B.to("meta")), "x is on cpu, bias on meta"),
     # plan
@@ -315,6 +315,13 @@ def test_verify_refused(case: str) -> None:
 
 
 # --- odd, but right -------------------------------------------------------------------------------------------------
+
+
+def test_verify_fake_cuda_tensors_stay_on_cuda() -> None:
+    """torch.compile traces an operator with CUDA kernels on a machine that has no GPU."""
+    with FakeTensorMode():
+        y = ops.rms_norm(torch.empty(4, 12, device="cuda"), torch.empty(12, device="cuda"), 1e-6)
+    assert (y.shape, y.dtype, y.device.type) == ((4, 12), F32, "cuda")
 
 
 def pair(m: int, n: int, k: int, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
