@@ -37,6 +37,7 @@ restarts hand out again does no harm.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -240,8 +241,12 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     }
     store, texts = _meet(store, rank, size, json.dumps(own), timeout)
     records = [json.loads(text) for text in texts]
-    _require_same(records)
-    _require_movement(settings)
+    try:
+        _require_same(records)
+        _require_movement(settings)
+    except PlanError:
+        _part(store, rank, size, timeout)
+        raise
     hosts = [record["identity"] or f"rank {record['rank']}" for record in records]
     nodes = list(dict.fromkeys(hosts))
     wires = _wires(compiled, store, rank, size, timeout, settings, hosts)
@@ -453,6 +458,12 @@ def _exchange(store: Any, key: str, rank: int, size: int, value: str, timeout: t
             f"tbik: making a group, phase '{key}', rank {rank} of {size}: waited {timeout.total_seconds():.1f} s for "
             f"rank{'s' if len(missing) != 1 else ''} {missing}. Every rank of the group must make it, in the same order"
         ) from error
+
+
+def _part(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Waits, at most 5 s, until every rank has met: the one that serves the store would end it under the others."""
+    with contextlib.suppress(TransportError):
+        _exchange(store, "refused", rank, size, "", min(timeout, timedelta(seconds=5)))
 
 
 def _publish(store: Any, key: str, rank: int, value: str | None, timeout: timedelta) -> str:
