@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
+from long_cases import long_cases
 from spawn import Pool, RankDied
 from torch import Tensor, nn
 
@@ -99,12 +100,12 @@ def check_sums(group: dist.ProcessGroup, sizes: Sequence[int], dtypes: Sequence[
                 assert_bitwise_equal(x, expected, f"all_reduce {name} {dtype} {size}, rank {rank} of {world}")
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [3, 9, *long_cases(set(WORLDS) - {3, 9})])
 def test_verify_all_reduce_equals_reference(nine: Pool, world: int) -> None:
     nine.run(check_sums, world, SIZES, FLOATS + INTEGERS)
 
 
-@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("world", [3, *long_cases([8])])
 def test_verify_large_all_reduce_equals_reference(nine: Pool, world: int) -> None:
     nine.run(check_sums, world, [LARGE], (torch.float32, torch.bfloat16))
 
@@ -213,7 +214,7 @@ def _reduce_options(root: int) -> Any:
     return options
 
 
-@pytest.mark.parametrize("world", [2, 3, 5, 6, 9])  # 6 and 9: two levels, with nodes of 2 and of 3 ranks
+@pytest.mark.parametrize("world", [6, *long_cases([2, 3, 5, 9])])  # 6 and 9: two levels, with nodes of 2 and of 3 ranks
 def test_verify_every_form_equals_reference(nine: Pool, world: int) -> None:
     nine.run(check_forms, world)
 
@@ -250,7 +251,7 @@ def premultiplied(values: list[Tensor]) -> Tensor:
         return reference.epilogue(root, out_dtype=values[0].dtype)
 
 
-@pytest.mark.parametrize("world", [4, 6, 9])
+@pytest.mark.parametrize("world", [4, *long_cases([6, 9])])
 def test_verify_large_forms_equal_reference(nine: Pool, world: int) -> None:
     nine.run(check_large_forms, world, deadline=120)
 
@@ -808,8 +809,8 @@ def fail_at(group: dist.ProcessGroup, kind: str, culprit: int) -> tuple[float, s
     return time.monotonic() - start, "no error", False
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "missing", "mismatched"])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("kind", ["SIGKILL", "missing", "mismatched", *long_cases(["SIGSTOP"])])
+@pytest.mark.parametrize("transport", ["shm", *long_cases(["tcp", "gloo"])])
 def test_verify_failed_call_leaves_input_unchanged(transport: str, kind: str) -> None:
     """Error within the limit + 1 s on every live rank, naming the culprit (shared memory), the input as it was."""
     culprit = 1
@@ -876,7 +877,7 @@ def input_after_giving_up(group: dist.ProcessGroup, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["not begun", "queued", "partly written"])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", *long_cases(["tcp", "gloo"])])
 def test_verify_wait_that_gives_up_leaves_input_unchanged(transport: str, moment: str) -> None:
     with Pool(2, timeout=10, backend="tbik", environment=SETTINGS[transport]) as pool:
         pool.run(input_after_giving_up, 2, moment)

@@ -433,6 +433,7 @@ def compiled_collectives(group: dist.ProcessGroup, backend: str) -> None:
         assert_bitwise_equal(b, c, f"{backend}, result {i}")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_verify_compiled_functional_collectives(tbik: Pool, backend: str, tmp_path: Path) -> None:
@@ -551,6 +552,7 @@ ELASTIC = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchrun_restarts_after_a_rank_has_died(tmp_path: Path) -> None:
     script = tmp_path / "program.py"

@@ -144,6 +144,7 @@ def test_verify_fsdp2_goes_on_with_other_ranks(tmp_path: Path) -> None:
     chain(make_small, (), [(3, 1)], tmp_path)
 
 
+@pytest.mark.long
 def test_verify_any_layout_goes_on_as_any_other(tmp_path: Path) -> None:
     folder = models.random_model(
         "qwen3", tmp_path / "qwen3", num_hidden_layers=1, hidden_size=64, intermediate_size=96, vocab_size=130,

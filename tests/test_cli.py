@@ -84,6 +84,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.random_model("qwen3", tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, **sizes)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_train_command_writes_what_it_says(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -123,6 +124,7 @@ def test_verify_train_errors_are_exit_status_2(
     assert printed.err.startswith("tbik: ") and named in printed.err and printed.out == ""
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_demo_rl_writes_what_it_says(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -182,6 +184,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_doctor_shows_the_group(tmp_path: Path, folder: Path) -> None:
     """Three ranks as torchrun starts them; rank 0 prints who is where and writes it as JSON."""
@@ -218,6 +221,7 @@ def test_verify_doctor_shows_a_process_alone() -> None:
     assert done.returncode == 0 and "group of 1, started by nobody" in done.stdout, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_doctor_names_the_rank_that_does_not_come() -> None:
     port = free_port()

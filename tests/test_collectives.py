@@ -18,6 +18,7 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import leaf_partitions, wide_exponents
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_cases import long_cases
 from spawn import Outcome, Pool, RankDied, outcomes, run_ranks
 from torch import Tensor
 
@@ -178,7 +179,7 @@ def plain_job(group: dist.ProcessGroup, shapes: Any, dtypes: Any) -> list[Tensor
     return results
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 3, 5, 9, *long_cases(set(WORLDS) - {2, 3, 5, 9})])
 def test_verify_all_reduce_equals_reference(ranks: Pool, world: int) -> None:
     for shapes, dtypes in ((SHAPES, FLOATS + INTEGERS), ((LONG,), (torch.float32, torch.bfloat16))):
         results = ranks.run(plain_job, world, shapes, dtypes)
@@ -215,7 +216,7 @@ def test_verify_prefix_of_a_message(world: int) -> None:
 # --- covers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [3, 8, *long_cases(set(WORLDS) - {3, 8})])
 def test_verify_placements_agree(ranks: Pool, world: int) -> None:
     """Every L from 1 to 33 with the runs of the plan (uneven, node lists of different lengths), known or exchanged."""
     cases = []
@@ -230,6 +231,7 @@ def test_verify_placements_agree(ranks: Pool, world: int) -> None:
     check_cover_cases(ranks, world, cases)
 
 
+@pytest.mark.long
 @given(
     partition=leaf_partitions(max_leaves=33, max_parts=6),
     shape=st.sampled_from([(), (0,), (1,), (7,), (6, 5), (60,), (3, 2, 4)]),

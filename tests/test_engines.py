@@ -158,6 +158,7 @@ def test_verify_engine_what_cannot_be_compared_is_refused(
         run(job_of(folder))
 
 
+@pytest.mark.long
 def test_verify_engine_a_prefix_cache_that_is_never_hit_makes_the_claim_false(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
+from long_cases import long_cases
 from spawn import Pool
 from torch import Tensor, library
 
@@ -132,7 +133,7 @@ def test_verify_routing_equals_reference(normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", [PLAN, WIRE], ids=["fp32", "wire"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *long_cases([torch.float32, torch.float16])], ids=str)
 def test_verify_experts_equal_reference(dtype: torch.dtype, plan: TreePlan) -> None:
     """The whole block, forward and every gradient, at one rank; scratch for one leaf at a time is the same."""
     data = data_of(dtype)

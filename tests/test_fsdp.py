@@ -550,6 +550,7 @@ def test_verify_bfloat16_wire(pools: Pools, expected: Run) -> None:
             require_same(found, narrow, f"{layout}, rank {rank}")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_dropout(pools: Pools, expected: Run) -> None:
     """Masks are functions of sample, position, feature and head: one run in every layout, recomputed layers too."""
@@ -571,6 +572,7 @@ def test_verify_dropout(pools: Pools, expected: Run) -> None:
     tree.model.eval()(**batch_of(0, range(1)).packed())  # nothing to drop
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_parameters_gathered_in_bfloat16(pools: Pools, expected: Run) -> None:
     """MixedPrecisionPolicy(param_dtype=bfloat16): gradients in fp32, the run of compute_dtype=bfloat16 in bits."""

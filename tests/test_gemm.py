@@ -15,6 +15,7 @@ import pytest
 import torch
 from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import SHAPES, wide_exponents
+from long_cases import long_cases
 from torch import Tensor
 
 from tbik import _C, reference, tree
@@ -240,7 +241,7 @@ except ValueError:
 """
 
 
-@pytest.mark.parametrize("flush", ["on", "off"])
+@pytest.mark.parametrize("flush", ["on", *long_cases(["off"])])
 def test_verify_flush_mode_of_the_process(flush: str) -> None:
     """Chains flush, nodes, epilogues and fp64 do not, on every path and in every thread, and the mode is restored."""
     command = [sys.executable, "-c", FLUSH, str(Path(__file__).resolve().parent), flush]

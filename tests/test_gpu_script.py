@@ -20,6 +20,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
+@pytest.mark.long
 @needs_triton
 @pytest.mark.slow
 def test_verify_dry_run_goes_through_every_part() -> None:

@@ -21,6 +21,7 @@ from tbik.errors import PlanError
 from tbik.ops import AttentionDropout, HeadRun
 
 pytestmark = [
+    pytest.mark.long,
     needs_triton,
     pytest.mark.usefixtures("exact_fma"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero|underflow):RuntimeWarning"),

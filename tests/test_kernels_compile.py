@@ -27,6 +27,7 @@ def load_script():
     return module
 
 
+@pytest.mark.long
 @needs_triton
 @pytest.mark.slow
 def test_verify_kernels_compile_without_a_gpu() -> None:

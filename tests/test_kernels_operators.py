@@ -21,6 +21,7 @@ from torch import Tensor
 from tbik import TreePlan, devices, ops
 
 pytestmark = [
+    pytest.mark.long,
     needs_triton,
     pytest.mark.usefixtures("exact_fma"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero|underflow):RuntimeWarning"),

@@ -15,6 +15,7 @@ from tbik import reference
 from tbik.errors import PlanError
 
 pytestmark = [
+    pytest.mark.long,
     needs_triton,
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
 ]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from long_cases import long_cases
 
 from tbik import PlanError, TransportError, launch
 from tbik.mpi_movement import Clock, Wire
@@ -83,7 +84,7 @@ def run(command: list[str], *, succeeds: bool = True, **more: str) -> str:
 @pytest.mark.mpi
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, *(pytest.param(world, marks=pytest.mark.long) for world in (4, 5, 6))])
+@pytest.mark.parametrize("world", [3, *long_cases([1, 2, 4, 5, 6])])
 def test_verify_mpi_allreduce_equals_reference(mpi: list[str], world: int) -> None:
     """Bits, refusals, a late rank; for some worlds also MPI as the mover of a process group."""
     names = ["bits", "refusals", "world"]
@@ -115,6 +116,7 @@ def test_verify_dead_process_is_named() -> None:
         wire.require_alive([0, 2], clock, "all_reduce")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_verify_torchrun_needs_no_mpi() -> None:

@@ -75,6 +75,7 @@ def grown_mib(what: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.long
 def test_validate_no_fp32_copy_in_memory() -> None:
     """Forward and dX by a bf16 weight of 64 MiB need far less than its fp32 copy, 128 MiB, as the control shows."""
     if not sys.platform.startswith("linux"):

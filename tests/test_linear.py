@@ -14,6 +14,7 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import SHAPES, Problem, problems, wide_exponents
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_cases import long_cases
 from torch import Tensor
 
 from tbik import TreePlan, ops, reference, tree
@@ -481,7 +482,7 @@ def test_verify_outputs_can_be_edited_in_place() -> None:
     [
         ("aot_eager", torch.float32, False),
         ("aot_eager", torch.bfloat16, True),
-        ("inductor", torch.bfloat16, False),
+        *long_cases([("inductor", torch.bfloat16, False)]),
     ],
     ids=str,
 )

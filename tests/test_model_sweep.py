@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from long_cases import long_cases
 from spawn import Pool
 
 pytest.importorskip("transformers")
@@ -15,6 +16,9 @@ pytestmark = pytest.mark.multiprocess
 CHOSEN = [Layout(1, "left", True), Layout(2, "right", False), Layout(SAMPLES, "packed", True)]
 
 
+CASES = [(family, "bfloat16" if index % 2 else "float32") for index, family in enumerate(FAMILIES)]
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with Pool(3, timeout=120.0) as ranks:
@@ -23,7 +27,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [(family, "bfloat16" if index % 2 else "float32") for index, family in enumerate(FAMILIES)],
+    [CASES[1], *long_cases(CASES[:1] + CASES[2:])],
 )
 def test_verify_every_layout_has_the_bits_of_samples_alone(pool: Pool, family: str, dtype: str) -> None:
     reference, *configurations = sweep(pool, family, dtype, [3], lambda tp: CHOSEN)

@@ -79,6 +79,7 @@ def test_verify_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @needs_smollm2
 def test_validate_smollm2_answers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dequantised, with the rope rows back in order and a working tokenizer, it knows the capital of France."""

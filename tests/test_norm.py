@@ -266,6 +266,7 @@ def everything() -> Callable[[], list[Tensor]]:
     return lambda: [y for call in calls for path in PATHS for y in call(path)]
 
 
+@pytest.mark.long
 def test_verify_flush_mode_of_the_process() -> None:
     run_with_flush("test_norm", "everything")
 

@@ -987,6 +987,7 @@ def smollm2_results(group: dist.ProcessGroup | None, folder: str, ids: Tensor) -
     return logits, fingerprint_each(pieces_of(model, gradients=True), group)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_verify_smollm2_at_every_tp() -> None:
@@ -1005,6 +1006,7 @@ def test_verify_smollm2_at_every_tp() -> None:
                 assert digest == digests, f"gradients, TP={world}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_corroborate_smollm2_with_hugging_face() -> None:
     """Hugging Face's fp32 logits within 2e-4, its greedy text equal on 20 prompts."""

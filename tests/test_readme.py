@@ -26,6 +26,7 @@ def test_verify_example_runs_on_three_ranks() -> None:
     assert len(run_ranks(_run, 3, code.replace('dist.init_process_group("gloo")\n', ""))) == 3
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_backend_example_runs_under_torchrun(tmp_path: Path) -> None:
     (code,) = [block for block in BLOCKS if 'init_process_group("tbik")' in block]
@@ -48,6 +49,7 @@ def _train(group: dist.ProcessGroup, code: str, folder: str) -> str:
     return str(names["digest"])
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_training_example_runs_on_two_and_three_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

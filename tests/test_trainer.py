@@ -60,6 +60,7 @@ def trained(
     return tbik.fingerprint(dict(trainer.model.named_parameters())), norms
 
 
+@pytest.mark.long
 def test_verify_trainer_ignores_the_split_of_a_step(folder: Path, dataset: Any, tmp_path: Path) -> None:
     results = [trained(Trainer, folder, dataset, tmp_path, m, 8 // m) for m in (1, 4, 8)]
     assert results[0] == results[1] == results[2]
@@ -68,6 +69,7 @@ def test_verify_trainer_ignores_the_split_of_a_step(folder: Path, dataset: Any, 
     assert len(stock) == 2, "the control: stock sums depend on the split"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_verify_trainer_ignores_the_number_of_processes(folder: Path, dataset: Any, tmp_path: Path) -> None:
     """Two ranks of torchrun, two samples at a time, twice: the weights and norms of one process with eight samples."""
@@ -79,6 +81,7 @@ def test_verify_trainer_ignores_the_number_of_processes(folder: Path, dataset: A
     assert tuple(json.loads(out.read_text())) == trained(Trainer, folder, dataset, tmp_path, 8, 1)
 
 
+@pytest.mark.long
 def test_verify_trainer_without_clipping_and_over_epochs(folder: Path, dataset: Any, tmp_path: Path) -> None:
     options = {"max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.0}
     results = [trained(Trainer, folder, dataset, tmp_path, m, 8 // m, **options) for m in (2, 8)]

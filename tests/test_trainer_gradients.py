@@ -30,6 +30,7 @@ def result(job: Job) -> dict[str, Any]:
     return run(job)
 
 
+@pytest.mark.long
 def test_verify_gradients_have_one_digest_and_stock_several(result: dict[str, Any]) -> None:
     gradients = json.loads(json.dumps(result))["gradients"]
     assert gradients["samples"] == 8 and gradients["unique"]["tbik"] == 1 and gradients["unique"]["stock"] > 1

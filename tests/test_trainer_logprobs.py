@@ -70,6 +70,7 @@ def test_verify_one_wrong_bit_and_a_silent_control_are_found(folder: Path) -> No
     assert "could not have found" in reasons_against({**against, "stock": {"differing_bit_patterns": 0}})[1]
 
 
+@pytest.mark.long
 def test_verify_another_plan_of_the_trainer_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tbik import trainer_logprobs
 

@@ -53,14 +53,17 @@ def run(variant: str, *arguments: str, timeout: float = 240) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_verify_placements_equal_a_recursive_fold() -> None:
     assert run("plain", "bits", "1", "2").count("results equal") == 3
 
 
+@pytest.mark.long
 def test_verify_processes_attach_and_leave_nothing_behind() -> None:
     run("plain", "processes")
 
 
+@pytest.mark.long
 def test_verify_faults_end_in_time_and_name_the_rank() -> None:
     """SIGKILL, SIGSTOP, missing participant, mismatched count: limit + 1 s, culprit named, input unchanged."""
     out = run("plain", "faults", os.environ.get("TBIK_FAULTS", "5"), timeout=3000)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from long_cases import long_cases
 
 ROOT = Path(__file__).parent.parent
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -153,7 +154,7 @@ def _conversation(hosts: Hosts, ranks: list[subprocess.Popen[str]]) -> list[dict
 
 @pytest.mark.parametrize(
     ("per_host", "placement", "node_size"),
-    [((2, 2), "auto", 2), ((2, 2), "two_level", 2), ((2, 2), "two_shot", 2), ((3, 1), "auto", 0)],
+    [((2, 2), "two_level", 2), *long_cases([((2, 2), "auto", 2), ((2, 2), "two_shot", 2), ((3, 1), "auto", 0)])],
 )
 def test_verify_two_hosts_give_the_same_bits_and_bytes_as_predicted(
     hosts: Hosts, per_host: tuple[int, int], placement: str, node_size: int
@@ -182,6 +183,7 @@ def test_verify_two_hosts_give_the_same_bits_and_bytes_as_predicted(
         )
 
 
+@pytest.mark.long
 def test_verify_two_hosts_may_be_forced_to_gloo(hosts: Hosts) -> None:
     """The same bits by gloo's own connections; how many more bytes those take is printed."""
     reports = run_world(hosts, (2, 2), TBIK_TRANSPORT="gloo")

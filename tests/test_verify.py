@@ -176,6 +176,7 @@ def require_small_workers() -> None:
         assert sorted(workers.messages()) == [(rank, (3.0, False, 1)) for rank in range(3)]
 
 
+@pytest.mark.long
 def test_verify_workers_add_and_stay_small() -> None:
     """In a process of its own: the server that workers are forked from is one per process, and other tests load it."""
     folder = str(Path(__file__).parent)
@@ -205,6 +206,7 @@ def test_verify_a_lost_rank_is_named_and_leaves_no_orphans(argument: str, kind: 
     assert not [pid for pid in pids if alive(pid)]
 
 
+@pytest.mark.long
 def test_verify_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

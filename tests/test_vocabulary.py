@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import logits, wide_exponents
+from long_cases import long_cases
 from spawn import Pool
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def run_sharded(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
-    [(v, d) for v in VOCABS for d in (torch.float32, torch.bfloat16)],
+    [*((v, torch.bfloat16) for v in VOCABS), *long_cases((v, torch.float32) for v in VOCABS)],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_verify_vocabulary_worlds(pool: Pool, vocab: int, dtype: torch.dtype) -> None:
