@@ -11,7 +11,9 @@ so they are checked after resharding, in the memory that training goes on with.
 
 Errors: PlanError naming the item that is missing or another one; IntegrityError naming the tensors whose bits are not
 those that were saved, after which the model must not be used. TransportTimeout and TransportError as in
-tbik.collectives. Bits: bytes move; layout-invariant (tests/test_checkpoint.py).
+tbik.collectives, and where a rank is lost or cannot write: of a save that was broken off at any point nothing stands
+under the folder's name, or all of it (tests/test_checkpoint.py::test_verify_a_rank_killed_in_a_save_leaves_no_half).
+Bits: bytes move; layout-invariant (tests/test_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tbik import ORDER_VERSION, __version__
 from tbik.collectives import all_gather_bytes
 from tbik.data import StepSampler
-from tbik.errors import IntegrityError, PlanError
+from tbik.errors import IntegrityError, PlanError, TransportError
 from tbik.integrity.fingerprint import fingerprint_each
 from tbik.optimizers import OptimizerForm
 from tbik.plan import TreePlan
@@ -99,7 +101,8 @@ def save(folder: Path | str, run: Run, group: dist.ProcessGroup | None = None) -
     """Write the run into a new folder, which appears whole or not at all. Collective over `group`, all training ranks.
 
     Call it between steps: no gradients are stored. Errors: PlanError where a rank's random generators differ from rank
-    0's (what draws from them depends on the layout), and for state that cannot be written.
+    0's (what draws from them depends on the layout), and for state that has no form on disk; TransportError where a
+    rank is lost or its disk refuses.
     """
     folder = Path(folder)
     rank, size = _ranks(group)
@@ -135,14 +138,20 @@ def save(folder: Path | str, run: Run, group: dist.ProcessGroup | None = None) -
         staging.mkdir(parents=True)
     _meet(group)
     boxes = {name: _Boxes(place, of, counted=True) for name, (place, of) in values.items()}
-    with _quiet():
-        state_dict_saver.save(
-            dict(boxes), checkpoint_id=staging, planner=_SavePlanner(), process_group=group, no_dist=size == 1
-        )
+    try:
+        with _quiet():
+            state_dict_saver.save(
+                dict(boxes), checkpoint_id=staging, planner=_SavePlanner(), process_group=group, no_dist=size == 1
+            )
+    except (CheckpointException, RuntimeError) as error:  # the first is a BaseException, which few programs catch
+        raise TransportError(
+            f"checkpoint.save: rank {rank} of {size}: {folder} was not written: {_cause(error)}. No "
+            "checkpoint has that name; earlier ones are as they were"
+        ) from error
     if rank == 0:
         text = json.dumps({"format": FORMAT, "items": items, "sha256": _sha256(items)}, indent=1)
-        (staging / MANIFEST).write_text(text + "\n")
-        os.replace(staging, folder)
+        _write_through(staging / MANIFEST, text + "\n")
+        os.replace(staging, folder)  # the one step that makes it a checkpoint
     _meet(group)
     return folder
 
@@ -308,6 +317,11 @@ def _read(
         fill(values)
         return
     except damaged as error:
+        if size > 1 and isinstance(error, RuntimeError):  # what a rank meets in a file comes as CheckpointException
+            raise TransportError(
+                f"{where}: {folder}: the ranks could not agree on what to read: {_cause(error)}. The model holds "
+                "a part of it; load again before going on"
+            ) from error
         whole = error
     for name, value in values.items():
         try:
@@ -402,6 +416,14 @@ class _LoadPlanner(DefaultLoadPlanner):
 # --- everything else --------------------------------------------------------------------------------------------------
 
 
+def _write_through(path: Path, text: str) -> None:
+    """On the disk before anything is renamed, as torch's writer does with the tensors: power may fail in between."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _versions() -> dict[str, Any]:
     return {"order": ORDER_VERSION, "tbik": __version__, "torch": torch.__version__.split("+")[0]}
 
@@ -482,9 +504,11 @@ def _quiet() -> Iterator[None]:
 
 def _cause(error: BaseException) -> str:
     """What a rank raised, out of the exception in which torch's checkpoint wraps it."""
+    where = ""
     if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {_short(error)}"
+        rank, (error, _) = next(iter(error.failures.items()))
+        where = f"rank {rank}: "
+    return f"{where}{type(error).__name__}: {_short(error)}"
 
 
 def _sha256(value: Any) -> str:

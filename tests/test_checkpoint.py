@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ import torch.distributed as dist
 from cases import wide_exponents
 from hypothesis import given
 from hypothesis import strategies as st
-from spawn import Pool
+from spawn import Pool, RankDied
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,7 +27,7 @@ import tbik
 from tbik import checkpoint, models, weights
 from tbik.checkpoint import ITEMS, MANIFEST, Run
 from tbik.data import StepSampler
-from tbik.errors import IntegrityError, PlanError
+from tbik.errors import IntegrityError, PlanError, TransportError
 from tbik.integrity.fingerprint import fingerprint, text_hash
 
 pytestmark = pytest.mark.multiprocess
@@ -355,6 +360,161 @@ def test_verify_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeyp
     again = make_run(Small())
     assert checkpoint.load(tmp_path / "run", again) == 1 and digest_of(again, None) == digest_of(run, None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+KILLED: dict[str, tuple[int, str, str]] = {
+    # point: (the rank that is killed, before which operation, on a path that ends so)
+    "before rank 0's tensors": (0, "open", "__0_0.distcp"),
+    "before rank 1's tensors": (1, "open", "__1_0.distcp"),
+    "inside rank 0's tensors": (0, "write", ""),
+    "inside rank 1's tensors": (1, "write", ""),
+    "between tensors and their list": (0, "open", ".metadata.tmp"),
+    "inside the list": (0, "half", ".metadata.tmp"),
+    "between list and manifest": (0, "open", MANIFEST),
+    "inside the manifest": (0, "half", MANIFEST),
+    "before the folder has its name": (0, "os.rename", ".partial"),
+    "after the folder has its name": (0, "replaced", ""),
+    "rank 1 when all is written": (1, "returned", ""),
+}
+WHOLE = ("after the folder has its name", "rank 1 when all is written")
+
+
+def _die_at(operation: str, end: str) -> None:
+    """SIGKILL to this process before that operation of the save; "half": when half of the file is written."""
+
+    def die(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def after(function: Any) -> Any:
+        return lambda *arguments, **options: (function(*arguments, **options), die())
+
+    def half_a_tensor(value: Any, stream: Any) -> None:
+        whole = io.BytesIO()
+        save(value, whole)
+        stream.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+        stream.flush()
+        die()
+
+    save = torch.save
+    if operation == "write":
+        filesystem.torch.save = half_a_tensor
+    elif operation == "replaced":
+        os.replace = after(os.replace)
+    elif operation == "returned":
+        checkpoint.state_dict_saver.save = after(checkpoint.state_dict_saver.save)
+    elif operation == "half" and end == MANIFEST:
+        # everything after the file is whole is the rename, so half of it and no rename is what a kill leaves
+        sys.addaudithook(
+            lambda event, args: (
+                _cut_and(die, Path(str(args[0])) / MANIFEST)
+                if event == "os.rename" and str(args[0]).endswith(".partial")
+                else None
+            )
+        )
+    elif operation == "half":
+        sys.addaudithook(
+            lambda event, args: (
+                _cut_and(die, Path(str(args[0]))) if event == "os.rename" and str(args[0]).endswith(end) else None
+            )
+        )
+    else:
+        sys.addaudithook(lambda event, args: die() if event == operation and str(args[0]).endswith(end) else None)
+
+
+def _cut_and(die: Callable[[], None], file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+    die()
+
+
+def _save_and_die(group: dist.ProcessGroup, folder: str, victim: int, operation: str, end: str) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    run = make_run(make_small(2, 1))
+    step(run, 0)
+    checkpoint.save(Path(folder) / "1", run, group)
+    step(run, 1)
+    if group.rank() == victim:
+        _die_at(operation, end)
+    checkpoint.save(Path(folder) / "2", run, group)
+
+
+@pytest.mark.parametrize("point", KILLED)
+def test_verify_a_rank_killed_in_a_save_leaves_no_half(point: str, tmp_path: Path) -> None:
+    """The checkpoint before loads; the one that was broken off is refused by name, or whole where it has its name."""
+    victim, operation, end = KILLED[point]
+    run = make_run(Small())
+    step(run, 0)
+    first = digest_of(run, None)
+    step(run, 1)
+    second = digest_of(run, None)
+
+    def loaded(name: str) -> tuple[int, int]:
+        again = make_run(Small())
+        return checkpoint.load(tmp_path / name, again), digest_of(again, None)
+
+    with Pool(2) as ranks:
+        results = ranks.outcomes(_save_and_die, 2, str(tmp_path), victim, operation, end, grace=20.0)
+    assert isinstance(results[victim].error, RankDied), results[victim]
+    other = results[1 - victim].error
+    assert isinstance(other, TransportError) and "checkpoint" in str(other), results[1 - victim]
+    assert loaded("1") == (1, first)
+    if point in WHOLE:
+        assert loaded("2") == (2, second)
+        return
+    with pytest.raises(PlanError, match="found no file .*2/manifest.json"):
+        loaded("2")
+    # what lies beside it, under a name that nobody gave: refused, or all there
+    half = ".2.partial"
+    if point == "before the folder has its name":
+        assert loaded(half) == (2, second)
+    else:
+        refusal = (IntegrityError, "manifest.json is no JSON") if end == MANIFEST and operation == "half" else None
+        kind, named = refusal or (PlanError, "found no file .*manifest.json")
+        with pytest.raises(kind, match=named):
+            loaded(half)
+    again = make_run(Small())
+    checkpoint.load(tmp_path / "1", again)
+    step(again, 1)
+    checkpoint.save(tmp_path / "2", again)
+    assert loaded("2") == (2, second)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def _disk_full_on_rank_1(group: dist.ProcessGroup, folder: str) -> str:
+    torch.manual_seed(5)
+    random.seed(5)
+    run = make_run(make_small(2, 1))
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TransportError) as caught:
+        if group.rank() == 1:
+            patch.setattr(filesystem.torch, "save", full)
+        checkpoint.save(Path(folder) / "1", run, group)
+    return str(caught.value)
+
+
+def test_verify_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    with Pool(2) as ranks:
+        for message in ranks.run(_disk_full_on_rank_1, 2, str(tmp_path)):
+            assert "rank 1: OSError: [Errno 28] No space left" in message and "earlier ones" in message
+    with pytest.raises(PlanError, match="found no file"):
+        checkpoint.load(tmp_path / "1", make_run(Small()))
+
+
+def _load_and_die(group: dist.ProcessGroup, folder: str) -> None:
+    run = make_run(make_small(2, 1))
+    if group.rank() == 1:
+        _die_at("open", "__0_0.distcp")
+    checkpoint.load(folder, run, group)
+
+
+def test_verify_a_rank_killed_in_a_load_is_not_called_a_damaged_file(saved: Path) -> None:
+    with Pool(2) as ranks:
+        results = ranks.outcomes(_load_and_die, 2, str(saved), grace=20.0)
+    assert isinstance(results[1].error, RankDied)
+    assert isinstance(results[0].error, TransportError), results[0]
 
 
 def test_verify_nothing_is_overwritten_and_foreign_parameters_are_refused(saved: Path) -> None:
