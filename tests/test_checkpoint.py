@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cases import wide_exponents
 from hypothesis import given
 from hypothesis import strategies as st
+from long_cases import long_cases
 from spawn import Pool, RankDied
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
@@ -438,7 +439,10 @@ def _save_and_die(group: dist.ProcessGroup, folder: str, victim: int, operation:
     checkpoint.save(Path(folder) / "2", run, group)
 
 
-@pytest.mark.parametrize("point", KILLED)
+SHORT = ("inside rank 1's tensors", "inside the manifest", "before the folder has its name")
+
+
+@pytest.mark.parametrize("point", [*SHORT, *long_cases(point for point in KILLED if point not in SHORT)])
 def test_verify_a_rank_killed_in_a_save_leaves_no_half(point: str, tmp_path: Path) -> None:
     """The checkpoint before loads; the one that was broken off is refused by name, or whole where it has its name."""
     victim, operation, end = KILLED[point]

@@ -126,6 +126,14 @@ def test_verify_a_plain_engine_is_accepted_and_eager(tmp_path: Path) -> None:
 
 
 REFUSED_OPTIONS = {
+    "no architecture": ("model_config", "architectures", []),
+    "double precision": ("model_config", "dtype", torch.float64),
+    "quantised on the fly": ("", "quant_config", object()),
+    "fused product and collective": ("compilation_config.pass_config", "fuse_gemm_comms", True),
+    "prefill over ranks": ("parallel_config", "prefill_context_parallel_size", 2),
+    "balanced experts": ("parallel_config", "enable_eplb", True),
+    "two batches at once": ("parallel_config", "enable_dbo", True),
+    "elastic experts": ("parallel_config", "enable_elastic_ep", True),
     "sequence parallel": ("compilation_config.pass_config", "enable_sp", True),
     "fused all-reduce and norm": ("compilation_config.pass_config", "fuse_allreduce_rms", True),
     "expert parallel": ("parallel_config", "enable_expert_parallel", True),
@@ -171,7 +179,13 @@ def test_verify_options_of_other_platforms_are_refused(case: str) -> None:
     for part in where.split("."):
         target = getattr(target, part) if part else target
     setattr(target, name, value)
-    with pytest.raises(PlanError, match=name.removesuffix("_type").replace("use_v2_model_runner", "V2_MODEL_RUNNER")):
+    named = {
+        "runner_type": "runner is 'pooling'",
+        "use_v2_model_runner": "V2_MODEL_RUNNER",
+        "architectures": "the architecture is 'none'",
+        "quant_config": "quantization",
+    }
+    with pytest.raises(PlanError, match=named.get(name, name)):
         refuse_config(changed)
 
 
@@ -190,6 +204,29 @@ def test_verify_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("{", "8", '{"leafs": 8}', '{"leaves": "8"}'):
         with pytest.raises(PlanError):
             plan_from_text(text)
+
+
+def test_verify_plans_in_double_precision_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBIK_PLAN", '{"leaves": 8, "acc_dtype": "float64"}')
+    with pytest.raises(Exception, match="float32 at most, the plan says float64"):
+        engine_config(write_config(tmp_path / "model"))
+
+
+def test_verify_what_is_asked_before_an_engine_has_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tbik_vllm import settings
+    from vllm.v1.sample.sampler import Sampler
+
+    monkeypatch.setattr(settings, "_active", None)
+    with pytest.raises(PlanError, match="no engine of this process has a plan"):
+        Sampler.compute_logprobs(torch.zeros(1, 4))
+
+
+def test_verify_a_changed_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tbik_vllm
+
+    monkeypatch.setenv("TBIK_VLLM", "allreduce")
+    with pytest.raises(PlanError, match=r"loaded with .*full.* and again with .*allreduce"):
+        tbik_vllm.register()
 
 
 def test_verify_derived_plans_ignore_the_tp_size() -> None:
@@ -535,15 +572,17 @@ def test_verify_attention_equals_the_trainers(one_rank: None) -> None:
         )
         got.append(impl.forward(None, q[first:end], None, None, cache, metadata, torch.empty_like(q[first:end])))
     assert_bitwise_equal(torch.cat(got), ops.attention(q, k, v, scale=0.125), "attention")
-    for arguments in (
-        {"kv_cache_dtype": "fp8"},
-        {"alibi_slopes": [0.5] * 8},
-        {"attn_type": "encoder"},
-        {"kv_sharing_target_layer_name": "other"},
+    arguments: dict[str, Any]
+    for arguments, named in (
+        ({"kv_cache_dtype": "fp8"}, "a KV cache in fp8"),
+        ({"alibi_slopes": [0.5] * 8}, "alibi slopes"),
+        ({"attn_type": "encoder"}, "attn_type 'encoder'"),
+        ({"kv_sharing_target_layer_name": "other"}, "keys shared with another layer"),
+        ({"num_kv_heads": 3}, "8 heads over 3 KV heads"),
     ):
-        settings = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | arguments
-        with pytest.raises(PlanError, match="not supported"):
-            TbikAttentionImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=4, **settings)
+        settings = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "num_kv_heads": 4}
+        with pytest.raises(PlanError, match=f"{named}.* not supported"):
+            TbikAttentionImpl(num_heads=8, head_size=64, scale=0.125, **(settings | arguments))
 
 
 # --- layers that are refused -----------------------------------------------------------------------------------------
@@ -551,12 +590,20 @@ def test_verify_attention_equals_the_trainers(one_rank: None) -> None:
 
 def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
     from tbik_vllm.refusals import refuse_model
+    from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.activation import GeluAndMul, QuickGELU
     from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+    )
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     def refused(match: str, make: Callable[[], Any]) -> None:
         with pytest.raises(PlanError, match=match):
@@ -564,16 +611,172 @@ def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
 
     refused("reduce_results=False", lambda: RowParallelLinear(96, 96, False, reduce_results=False, prefix="a.down"))
     refused("skip_bias_add", lambda: RowParallelLinear(96, 96, True, skip_bias_add=True, prefix="a.down"))
-    refused("quantised", lambda: RowParallelLinear(96, 96, False, quant_config=Fp8Config(), prefix="a.down"))
-    refused("cuts a leaf|leaf", lambda: equal_shards_of(100, 8))
+    fp8: dict[str, Any] = {"quant_config": Fp8Config(), "prefix": "a.quantised"}
+    for make in (
+        lambda: RowParallelLinear(96, 96, False, **fp8),
+        lambda: ColumnParallelLinear(96, 96, False, **fp8),
+        lambda: MergedColumnParallelLinear(96, [96, 96], False, **fp8),
+        lambda: QKVParallelLinear(96, 64, 8, 4, False, **fp8),
+        lambda: ReplicatedLinear(96, 96, False, **fp8),
+    ):
+        refused(r"Linear 'a.quantised' is quantised \(Fp8LinearMethod\)", make)
+    refused("cuts a leaf|leaf", lambda: equal_shards_of(96, 8))
+    refused("100 input features do not divide by 8 ranks", lambda: equal_shards_of(100, 8))
     refused("added rows", lambda: VocabParallelEmbedding(330, 96, org_num_embeddings=320, prefix="embed"))
-    refused("soft_cap", lambda: LogitsProcessor(320, soft_cap=30.0))
-    refused("scale", lambda: LogitsProcessor(320, scale=0.5))
-    refused("weight", lambda: RMSNorm(96, has_weight=False))
+    refused("added rows", lambda: ParallelLMHead(330, 96, org_num_embeddings=320, prefix="head"))
+    refused(
+        "'embed' has reduce_results=False",
+        lambda: VocabParallelEmbedding(320, 96, prefix="embed", reduce_results=False),
+    )
+    refused(
+        "'embed' is sharded over a group of its own",
+        lambda: VocabParallelEmbedding(320, 96, prefix="embed", parallel_group=get_tp_group()),
+    )
+    refused(
+        r"VocabParallelEmbedding 'embed' is quantised \(Quantised\)",
+        lambda: VocabParallelEmbedding(320, 96, prefix="embed", quant_method=quantised_rows()),
+    )
+    refused(
+        r"VocabParallelEmbedding 'embed' is quantised \(Quantised\)",
+        lambda: VocabParallelEmbedding(320, 96, prefix="embed", quant_config=quantised_everywhere()),
+    )
+    refused(
+        r"ParallelLMHead 'head' is quantised \(Quantised\)",
+        lambda: ParallelLMHead(320, 96, prefix="head", quant_config=quantised_everywhere()),
+    )
+    refused("soft_cap=30.0", lambda: LogitsProcessor(320, soft_cap=30.0))
+    refused("scale=0.5", lambda: LogitsProcessor(320, scale=0.5))
+    refused("logits_as_input=True", lambda: LogitsProcessor(320, logits_as_input=True))
+    head = LogitsProcessor(320)
+    head.head_dtype = torch.float16
+    refused("head_dtype is torch.float16", lambda: head._apply_head(None, torch.zeros(1, 96), None))
+    refused("without a weight", lambda: RMSNorm(96, has_weight=False))
+    refused("a part of the row", lambda: RMSNorm(96, var_hidden_size=48))
     refused("tanh", lambda: GeluAndMul("none"))
+    refused(
+        r"one factor, got \[2.0, 4.0\]",
+        lambda: LinearScalingRotaryEmbedding(64, 64, 512, 10000.0, True, [2.0, 4.0], torch.float32),
+    )
     model = torch.nn.Module()
     model.act = QuickGELU()
-    refused("act is a .*QuickGELU", lambda: refuse_model(model, {}))
+    refused("act is a .*QuickGELU: there is no tbik form", lambda: refuse_model(model, {}))
+    refused("act is a .*QuickGELU: another plug-in", lambda: refuse_model(model, {"QuickGELU": QuickGELU}))
+
+
+def quantised_rows() -> Any:
+    """An embedding whose rows vLLM would look up in another form than they were trained in."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    class Quantised(UnquantizedEmbeddingMethod):
+        pass
+
+    return Quantised()
+
+
+def quantised_everywhere() -> Any:
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class Everywhere(QuantizationConfig):
+        def get_name(self) -> str:
+            return "everywhere"
+
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.bfloat16]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return -1
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return cls()
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            return quantised_rows()
+
+    return Everywhere()
+
+
+class FakeSums:
+    """The sums of two ranks, of which this process is one."""
+
+    bytes_sent = 0
+
+
+def communicator_of(mode: str) -> Any:
+    """A tensor-parallel communicator of vLLM's class for CPUs with tbik's before it, without other ranks."""
+    from tbik_vllm.communicator import TbikCpuCommunicator
+
+    communicator = TbikCpuCommunicator.__new__(TbikCpuCommunicator)
+    communicator.sums, communicator.world_size = FakeSums(), 2
+    communicator.is_alone = mode == "allreduce"
+    return communicator
+
+
+def test_verify_sums_of_a_communicator_are_refused() -> None:
+    full, alone = communicator_of("full"), communicator_of("allreduce")
+    for call in (full.all_reduce, full.reduce_scatter):
+        with pytest.raises(PlanError, match="no layer of tbik asked for"):
+            call(torch.zeros(4, 3))
+    with pytest.raises(PlanError, match=r"2 ranks of dimension 0 of \[3, 4\], which they do not divide"):
+        alone.reduce_scatter(torch.zeros(3, 4), 0)
+    for communicator in (full, alone):
+        with pytest.raises(PlanError, match="reduce_scatterv"):
+            communicator.reduce_scatterv(torch.zeros(4, 3), 0, [1, 3])
+
+
+def test_verify_a_group_made_before_the_plugin_is_refused(one_rank: None) -> None:
+    """Of one rank nothing is summed, so its communicator has no sums: as one that was made before, or by another."""
+    from tbik_vllm.communicator import tensor_parallel_sums
+
+    with pytest.raises(PlanError, match="made before the plug-in was loaded, or another plug-in"):
+        tensor_parallel_sums()
+
+
+def test_verify_shards_that_nccl_cannot_add_are_refused() -> None:
+    """The CUDA communicator without peer memory, asked before anything touches a device."""
+    from tbik_vllm.communicator_cuda import NcclRankSums
+    from tbik_vllm.sharding import equal_shard
+
+    two_nodes = equal_shard("down", TreePlan(leaves=12), 96, 0, 2)
+    narrow = equal_shard("down", TreePlan(leaves=8, wire_dtype="bfloat16"), 96, 0, 2)
+    assert not two_nodes.is_node_per_rank and narrow.is_node_per_rank
+    for shard in (two_nodes, narrow):
+        with pytest.raises(PlanError, match="without peer memory"):
+            NcclRankSums(None, 2).sum_cover(torch.zeros(1, 4), shard, None, torch.bfloat16)
+
+
+def test_verify_platforms_and_modes_of_vllm_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tbik_vllm import plugin
+
+    class Other:
+        @classmethod
+        def get_device_communicator_cls(cls) -> str:
+            return "vllm.somewhere.XpuCommunicator"
+
+    with pytest.raises(PlanError, match="XpuCommunicator; expected one of"):
+        plugin._replace_communicator(Other)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    with pytest.raises(PlanError, match="VLLM_BATCH_INVARIANT is '0'"):
+        plugin._prepare_cuda(Other)
+
+
+def test_verify_weights_that_have_no_name_in_the_checkpoint_are_refused(one_rank: None) -> None:
+    from tbik_vllm import weight_digest
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    model = torch.nn.Module()
+    model.other_proj = MergedColumnParallelLinear(96, [96, 96], bias=False, prefix="other_proj")
+    with pytest.raises(PlanError, match="other_proj: expected gate_up_proj"):
+        weight_digest.digest(model, None)
+    model = torch.nn.Module()
+    model.conv = torch.nn.Conv1d(3, 3, 1)
+    with pytest.raises(PlanError, match="conv.weight belongs to a Conv1d"):
+        weight_digest.digest(model, None)
 
 
 REFUSED_EXPERTS: dict[str, dict[str, Any]] = {
@@ -635,8 +838,9 @@ def test_verify_calls_that_attention_does_not_know_are_refused(one_rank: None) -
     with pytest.raises(PlanError, match="causal=False"):
         builder.build(0, SimpleNamespace(causal=False))
     impl = TbikAttentionImpl(8, 64, 0.125, 4, None, None, "auto")
-    with pytest.raises(PlanError, match="quantised output"):
-        impl.forward(None, *[torch.zeros(1)] * 4, None, torch.zeros(1), output_scale=torch.ones(1))
+    for scale in ("output_scale", "output_block_scale"):
+        with pytest.raises(PlanError, match="quantised output"):
+            impl.forward(None, *[torch.zeros(1)] * 4, None, torch.zeros(1), **{scale: torch.ones(1)})
     rope = get_rope(64, 512, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     with pytest.raises(PlanError, match="multimodal"):
         rope(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(5, 64), torch.zeros(5, 64))
@@ -673,7 +877,7 @@ def test_verify_a_second_plan_in_one_process_is_refused() -> None:
 def equal_shards_of(length: int, size: int) -> Any:
     from tbik_vllm.sharding import equal_shard
 
-    return equal_shard("down", TreePlan(leaves=12), length - length % size, 0, size)
+    return equal_shard("down", TreePlan(leaves=12), length, 0, size)
 
 
 # --- weights that are written to -------------------------------------------------------------------------------------
