@@ -5,6 +5,7 @@
 #                 of CPU wheels that pytorch.org names for your platform:  make setup TORCH_PIP_ARGS="--index-url <address>"
 # VLLM_VENV       where make vllm puts a CPU vLLM (2 GB), for tbik verify --engine vllm, its tests and bench/serve.py
 # MARKERS         which tests: a pytest marker expression; MARKERS="not sanitize" adds those that take minutes
+# WORKERS         how many processes run the tests side by side, those of a file in one of them; 0: none, one after another
 # PYTEST_ARGS     extra arguments for pytest
 # CUDA_CHECK_ARGS  arguments for make cuda-check: --output "" writes no table, --architectures sm_90 looks at one
 PYTHON ?= python3
@@ -13,6 +14,7 @@ VLLM_VENV ?= .venv-vllm
 TORCH_VERSION ?= 2.13.0
 TORCH_PIP_ARGS ?=
 MARKERS ?= not sanitize and not long
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -80,7 +82,7 @@ demo: setup
 # tests/test_vllm_plugin.py imports vLLM, so it runs where vLLM is
 test: setup
 	@test ! -f $(VLLM_STAMP) || $(VLLM_VENV)/bin/python -m pytest tests/test_vllm_plugin.py -m "$(MARKERS)" -q
-	$(VENV)/bin/python -m pytest tests -m "$(MARKERS)" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest tests -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 sanitize: setup
 	$(VENV)/bin/python -m pytest tests -m sanitize $(PYTEST_ARGS)
