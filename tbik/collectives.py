@@ -899,7 +899,6 @@ class _Link:
                 self.rank,
                 self.size,
                 lambda key, record: [record] if self.size == 1 else self.exchange({"key": key, **record}),
-                lambda: None,
                 timeout_s=_PEER_LIMIT_S if limit is None else limit,
                 group=self.group,
             ).peers

@@ -21,6 +21,9 @@ Errors: PlanError at construction and for calls that cannot be served, at once; 
 afterwards: the output of that call and of later ones is undefined, and the group is not usable any more. Inputs that
 are not outputs are never written.
 
+close() gives everything back, on all ranks and after the group's last launch (peer_reductions has the agreement); a
+group that is dropped without it gives back what no other rank can be reading (_Held.release).
+
 Suffixes: W ranks, K rows of a rank, N elements. dtypes: float32, float64, bfloat16, float16, int32, int64.
 Bits: those of tbik.collectives and of the "tbik" backend on the CPU (tests/test_peer_memory.py).
 """
@@ -29,8 +32,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -98,6 +102,53 @@ class _Segment:
     keep: Any = None  # a tensor of symmetric memory and its handle
 
 
+@dataclass
+class _Held:
+    """What a Peers has to give back; no reference to it, so that its finalizer can."""
+
+    library: Library
+    device: int
+    pid: int
+    segment: _Segment | None = None
+    status: Any = None
+    may_be_read: bool = False  # others read the own segment, where freeing it takes it from under them
+
+    def release(self, frees_own: bool) -> list[str]:
+        """Waits for this rank's device, then tries every step; what failed, in words. The second time: nothing.
+
+        frees_own: no other rank reads this rank's segment any more. Not known to a finalizer: then the segment stays
+        until the process ends where `may_be_read`, since CUDA leaves undefined what importers see of freed memory.
+        """
+        segment, self.segment = self.segment, None
+        status, self.status = self.status, None
+        if os.getpid() != self.pid or (segment is None and status is None):  # after a fork all of it is the parent's
+            return []
+        steps: list[Callable[[], None]] = [lambda: self.library.synchronize(self.device)]
+        if segment is not None:
+            steps += [lambda address=address: self.library.close(self.device, address) for address in segment.opened]  # type: ignore[misc]
+            if segment.keep is None and (frees_own or not self.may_be_read):
+                steps.append(lambda: self.library.free(self.device, segment.own))
+        if status is not None:
+            steps.append(lambda: self.library.free_status(self.device, status))
+        failures = []
+        for step in steps:
+            try:
+                step()
+            except TransportError as error:
+                failures.append(str(error))
+        return failures
+
+    def drop(self) -> None:
+        """The finalizer's part."""
+        keeps = self.segment is not None and self.segment.keep is None and self.may_be_read
+        failures = self.release(frees_own=False)
+        if keeps and os.getpid() == self.pid:
+            failures.append("its own segment stays allocated until the process ends")
+        if failures:
+            text = f"peer memory: a group was dropped without close() on all its ranks: {'; '.join(failures)}"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
+
+
 class Peers:
     """The segments of one group. One thread at a time."""
 
@@ -124,30 +175,37 @@ class Peers:
         self.memory = os.environ.get("TBIK_PEER_MEMORY", "auto") if memory is None else memory
         self.calls = 0
         self._broken = ""
+        self._failure: TransportError | None = None
         self._known: dict[tuple[Any, ...], list[_Launch]] = {}
         self._last: tuple[int, Any] | None = None
-        self._segment: _Segment | None = None
-        self._status: Any = None
+        self._held = _Held(library, device, os.getpid())
+        # Not at the end of the process, which gives everything back by itself and must not wait for kernels.
+        self._finalizer = weakref.finalize(self, self._held.drop)
+        self._finalizer.atexit = False
         refusal = self._refusal(staging_bytes)
         self.segment_bytes = library.header_bytes + 4 * staging_bytes
         try:
             records = exchange("peer memory", self._offer(host, refusal))
             _require_same(records)
         except BaseException:
-            self.close()
+            self._give_back(frees_own=True)  # nobody has opened it
             raise
         self._pids = [(int(record["pid"]), str(record["start_time"])) for record in records]
+        shares_process = sum(pid == self._pids[rank] for pid in self._pids) > 1
+        self._held.may_be_read = size > 1 and (library.device_type == "cuda" or shares_process)
         failure = ""
         try:
-            self._segment = self._open(records, group)
-            self._status, self._status_address = library.allocate_status(device)
+            self._held.segment = self._open(records, group)
+            self._held.status, self._status_address = library.allocate_status(device)
         except (TransportError, RuntimeError) as error:
             failure = f"rank {rank}: {error}"
-        failures = [record["failure"] for record in exchange("peer memory opened", {"failure": failure})]
-        if self._segment is not None and self._segment.keep is None:
-            library.seal(device, self._segment.own)
+        try:
+            failures = [record["failure"] for record in exchange("peer memory opened", {"failure": failure})]
+        finally:
+            if self._segment is not None and self._segment.keep is None:
+                library.seal(device, self._segment.own)
         if any(failures):
-            self.close()
+            self._give_back(frees_own=True)  # no kernel of any rank has it
             raise PlanError(
                 "peer memory: the ranks cannot open each other's segments: "
                 + "; ".join(text for text in failures if text)
@@ -172,7 +230,7 @@ class Peers:
             name = self.library.device_name(self.device)
             if not refusal and self.memory != "symmetric":
                 own, raw = self.library.allocate(self.device, self.segment_bytes)
-                self._segment = _Segment(own, [], [])
+                self._held.segment = _Segment(own, [], [])
                 handle = raw.hex()
         except TransportError as error:
             refusal = refusal or (str(error) if self.memory == "ipc" else "")
@@ -195,9 +253,9 @@ class Peers:
 
     def _open(self, records: Sequence[dict[str, Any]], group: Any) -> _Segment:
         if any(not record["handle"] for record in records):  # alike on all ranks
-            if self._segment is not None:
-                self.library.free(self.device, self._segment.own)
-                self._segment = None
+            segment, self._held.segment = self._segment, None
+            if segment is not None:
+                self.library.free(self.device, segment.own)
             return _symmetric(group, self.device, self.segment_bytes, self.size)
         segment = self._segment
         assert segment is not None
@@ -214,20 +272,44 @@ class Peers:
             segment.addresses.append(address)
         return segment
 
-    def close(self) -> None:
-        """Give the segments back; no launch of any rank may be under way."""
-        segment, self._segment = self._segment, None
+    @property
+    def _segment(self) -> _Segment | None:
+        return self._held.segment
+
+    @property
+    def is_closed(self) -> bool:
+        return self._held.segment is None
+
+    def close(self, *, peers_left: bool = True) -> None:
+        """Give everything back: the peers' segments, this rank's own, the Status. The second time: nothing.
+
+        No launch of any rank may be under way or follow, nor the replay of a graph: kernels of all ranks read all
+        segments. peers_left=False: not known of the others, as for a group that is dropped; the own segment then stays
+        where they might read it. Later calls: TransportError; check() tells what kernels had met before.
+        Errors: TransportError that names the steps that failed; the others are done.
+        """
+        if self.is_closed:
+            return
+        failures = self._give_back(frees_own=peers_left)
+        if failures:
+            raise TransportError(f"peer memory: close, rank {self.rank} of {self.size}: {'; '.join(failures)}")
+
+    def give_up(self, reason: str) -> None:
+        """Refuse all later calls; nothing is waited for or given back."""
+        self._broken = self._broken or reason
+
+    def _give_back(self, frees_own: bool) -> list[str]:
+        self._finalizer.detach()
+        failures = []
+        if self._held.status is not None and os.getpid() == self._held.pid:
+            try:  # what kernels have met is in the Status, which is given back
+                self.library.synchronize(self.device)
+            except TransportError as error:
+                failures.append(str(error))
+            self._look()
+        failures += [text for text in self._held.release(frees_own) if text not in failures]
         self._broken = self._broken or "it was closed"
-        with suppress(TransportError):
-            self.library.synchronize(self.device)
-            if segment is not None:
-                for address in segment.opened:
-                    self.library.close(self.device, address)
-                if segment.keep is None:
-                    self.library.free(self.device, segment.own)
-            if self._status is not None:
-                self.library.free_status(self.device, self._status)
-        self._status = None
+        return failures
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -390,9 +472,17 @@ class Peers:
 
     def check(self) -> None:
         """Raise what a kernel has met. Does not wait; also sees failures of replayed graphs."""
-        if self._status is None or self._status.contents.failure == 0:
+        self._look()
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def _look(self) -> None:
+        """The first failure that the Status shows; kept."""
+        if self._failure is not None or self._held.status is None or self._held.status.contents.failure == 0:
             return
-        status = self._status.contents
+        self._failure = self._failure_of(self._held.status.contents)
+
+    def _failure_of(self, status: Any) -> TransportError:
         self._broken = f"call {status.expected} of this group failed"
         where = (
             f"peer memory, call {status.expected} of this group, rank {self.rank} of {self.size}, phase "
@@ -404,14 +494,14 @@ class Peers:
         )
         peer = status.peer
         if status.failure == MISMATCH:
-            raise TransportError(
+            return TransportError(
                 f"{where}: rank {peer} makes another call than this rank, there: {_spell(status.what)}, additions "
                 f"#{status.order % 100000}. The ranks must make the same calls in the same order.{end}"
             )
         waited = f"waited {status.waited_ns / 1e9:.2f} s (limit {self.timeout_s:.2f} s, the timeout of this group)"
         if status.failure == GAVE_UP:
-            raise TransportError(f"{where}: rank {peer} has given up: its own error says why.{end}")
-        raise TransportTimeout(
+            return TransportError(f"{where}: rank {peer} has given up: its own error says why.{end}")
+        return TransportTimeout(
             f"{where}: {waited} for rank {peer}, expected its number {status.expected}, got {status.seen}. "
             f"{self._state_of(peer)}.{end}"
         )

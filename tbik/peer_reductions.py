@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tbik import peer_library
-from tbik.errors import PlanError
+from tbik.errors import PlanError, TransportError
 from tbik.peer_library import Library
 from tbik.peer_memory import Exchange, Peers
 
@@ -50,8 +50,8 @@ class Launched:
 class PeerReductions:
     """The peers of one group and one device."""
 
-    def __init__(self, peers: Peers, leave: Callable[[], None]) -> None:
-        """leave: returns when every rank has called it, or after a limit; then nobody reads a segment any more."""
+    def __init__(self, peers: Peers, leave: Callable[[], None] | None) -> None:
+        """leave: returns when every rank has called it; TransportError where one does not come. None: no such way."""
         self.peers, self.leave = peers, leave
 
     def all_reduce(self, op: str, factor: float, tensors: Sequence[Tensor]) -> Launched:
@@ -114,12 +114,31 @@ class PeerReductions:
             out.copy_(direct)
 
     def close(self) -> None:
-        self.leave()
-        self.peers.close()
+        """On all ranks, after their last call: nobody reads a segment once every rank has waited for its own kernels.
+        The second time: nothing. Errors: TransportError where a rank did not leave; then the own segment may stay.
+        """
+        if self.peers.is_closed:
+            return
+        failure: TransportError | None = None
+        try:
+            self.peers.library.synchronize(self.peers.device)
+            if self.leave is not None:
+                self.leave()
+        except TransportError as error:
+            failure = error
+        self.peers.close(peers_left=self.leave is not None and failure is None)
+        if failure is not None:
+            raise failure
 
 
 def make(
-    device_type: str, device: int, rank: int, size: int, exchange: Exchange, leave: Callable[[], None], **options: Any
+    device_type: str,
+    device: int,
+    rank: int,
+    size: int,
+    exchange: Exchange,
+    leave: Callable[[], None] | None = None,
+    **options: Any,
 ) -> PeerReductions:
     """options: as for Peers. Errors: PlanError on all ranks where one lacks the library or they cannot be peers."""
     library, failure = None, ""

@@ -8,6 +8,7 @@ bench/gpu.py's.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import math
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from tbik import _C, PlanError, TransportError, TransportTimeout, peer_library, peer_memory, reference, tree
 from tbik.peer_memory import Order, Peers
+from tbik.peer_reductions import PeerReductions
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (1, 64, 5003)
@@ -54,16 +57,24 @@ class Meeting:
         return meet
 
 
-def run(size: int, function: Callable[[Peers], Any], timeout_s: float = 20.0, **options: Any) -> list[Any]:
+def run(
+    size: int,
+    function: Callable[[Peers], Any],
+    timeout_s: float = 20.0,
+    library: peer_library.Library | None = None,
+    meeting: Meeting | None = None,
+    **options: Any,
+) -> list[Any]:
     """[function(peers of rank r)]; an exception in the place of its result."""
-    meeting = Meeting(size)
+    meeting = Meeting(size) if meeting is None else meeting
+    library = peer_library.host() if library is None else library
     results: list[Any] = [None] * size
     made: list[Peers] = []
 
     def play(rank: int) -> None:
         own = {key: value[rank] if isinstance(value, list) else value for key, value in options.items()}
         try:
-            peers = Peers(peer_library.host(), rank, rank, size, meeting.exchange(rank), timeout_s=timeout_s, **own)
+            peers = Peers(library, rank, rank, size, meeting.exchange(rank), timeout_s=timeout_s, **own)
             made.append(peers)
             results[rank] = function(peers)
         except Exception as error:
@@ -525,6 +536,244 @@ def test_verify_programs_that_kernels_cannot_run() -> None:
     assert call.is_tree_of_ranks == 0  # a stack machine's program, whatever it is
     library.set_program(call, exchanged, [(1, 0), (0, 0)], False)
     assert call.is_tree_of_ranks == 1
+
+
+# --- giving back ------------------------------------------------------------------------------------------------------
+
+
+class Ledger(peer_library.Library):
+    """The host's library, with a list of what is held and of what was asked; some functions can fail."""
+
+    def __init__(self, device_type: str = "cpu", failing: str = "") -> None:
+        super().__init__(peer_library.host().path, "cpu")
+        self.device_type, self.failing = device_type, failing
+        self.held: list[tuple[str, int]] = []
+        self.asked: list[str] = []
+
+    def _note(self, name: str, takes: str = "", value: int = 0) -> None:
+        self.asked.append(name)
+        if takes:
+            self.held.remove((takes, value))  # ValueError: given back twice, or never had
+        if name == self.failing:
+            raise TransportError(f"peer memory: {name}: made to fail")
+
+    def allocate(self, device: int, num_bytes: int) -> tuple[int, bytes]:
+        address, handle = super().allocate(device, num_bytes)
+        self.held.append(("segment", address))
+        return address, handle
+
+    def open(self, device: int, handle: bytes, num_bytes: int) -> int:
+        address = super().open(device, handle, num_bytes)
+        self.held.append(("mapping", address))
+        return address
+
+    def allocate_status(self, device: int) -> tuple[Any, int]:
+        host, address = super().allocate_status(device)
+        self.held.append(("status", ctypes.addressof(host.contents)))
+        return host, address
+
+    def free(self, device: int, address: int) -> None:
+        self._note("free", "segment", address)
+        super().free(device, address)
+
+    def close(self, device: int, address: int) -> None:
+        self._note("close", "mapping", address)
+        super().close(device, address)
+
+    def free_status(self, device: int, host: Any) -> None:
+        self._note("free_status", "status", ctypes.addressof(host.contents))
+        super().free_status(device, host)
+
+    def synchronize(self, device: int) -> None:
+        self._note("synchronize")
+
+
+class FarMeeting(Meeting):
+    """Every rank takes the others for ranks of other processes, so that it opens their segments."""
+
+    def exchange(self, rank: int) -> peer_memory.Exchange:
+        meet = super().exchange(rank)
+
+        def meet_strangers(key: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+            records = [dict(one) for one in meet(key, record)]
+            for other, one in enumerate(records):
+                if other != rank and "start_time" in one:
+                    one["start_time"] += " of another process"
+            return records
+
+        return meet_strangers
+
+
+def mapped_segments() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/tbik-peer-" in line for line in maps)
+
+
+def test_verify_close_gives_everything_back() -> None:
+    """Mappings of the peers' segments, the own segment, the Status: once; later calls are refused."""
+    before, library, size = mapped_segments(), Ledger(), 3
+    everybody = threading.Barrier(size)
+    during: list[int] = []
+
+    def job(peers: Peers) -> None:
+        assert_bitwise_equal(peers.all_reduce(torch.ones(70000)), torch.full((70000,), 3.0))
+        everybody.wait(30)
+        during.append(mapped_segments() - before)
+        everybody.wait(30)
+        peers.close()
+        asked = len(library.asked)
+        everybody.wait(30)
+        assert peers.is_closed and len(library.asked) > 0
+        everybody.wait(30)
+        peers.close()
+        peers.close(peers_left=False)
+        assert len(library.asked) >= asked  # of the other ranks at most: Ledger refuses what is given back twice
+        peers.check()
+        for call in (
+            lambda: peers.all_reduce(torch.ones(3)),
+            lambda: peers.reduce_scatter(torch.empty(1), torch.ones(3)),
+        ):
+            with pytest.raises(TransportError, match=f"rank {peers.rank} of 3: it was closed"):
+                call()
+
+    values_of(run(size, job, library=library, meeting=FarMeeting(size)))
+    assert during == [size * size] * size  # every rank maps every segment: an own one or another's
+    assert library.held == [] and mapped_segments() == before
+    assert sorted(name for name in library.asked if name != "synchronize") == sorted(
+        ["free"] * size + ["free_status"] * size + ["close"] * size * (size - 1)
+    )
+
+
+def test_verify_a_failure_is_told_after_close_too() -> None:
+    """The Status is given back, what it said is not lost; nothing becomes a success."""
+
+    def job(peers: Peers) -> str:
+        if peers.rank == 1:
+            time.sleep(0.6)
+            return ""
+        peers.all_reduce(torch.ones(10))
+        peers.close()
+        texts = []
+        for call in (peers.check, peers.synchronize, lambda: peers.all_reduce(torch.ones(10))):
+            with pytest.raises(TransportTimeout) as caught:
+                call()
+            texts.append(str(caught.value))
+        assert len(set(texts)) == 1
+        return texts[0]
+
+    assert "call 1 of this group, rank 0 of 2" in values_of(run(2, job, timeout_s=0.2))[0]
+
+
+def test_verify_every_step_of_close_is_tried() -> None:
+    """One that fails is named, and the others are done."""
+    for failing, left in (("close", 0), ("free_status", 0), ("synchronize", 0), ("free", 0)):
+        library, size = Ledger(failing=failing), 2
+        everybody = threading.Barrier(size)
+
+        def job(peers: Peers, failing: str = failing, everybody: threading.Barrier = everybody) -> None:
+            everybody.wait(30)
+            with pytest.raises(TransportError, match=f"close, rank {peers.rank} of 2: .*{failing}: made to fail"):
+                peers.close()
+            peers.close()
+
+        values_of(run(size, job, library=library, meeting=FarMeeting(size)))
+        assert len(library.held) == left, failing
+        assert {"close", "free", "free_status", "synchronize"} == set(library.asked)
+
+
+def _dropped(library: Ledger, meeting: Meeting) -> list[str]:
+    """A group that nobody closes; the warnings."""
+    size = len(meeting.records)
+    made: list[Peers] = []
+
+    def play(rank: int) -> None:
+        made.append(Peers(library, rank, rank, size, meeting.exchange(rank), timeout_s=5.0))
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(made) == size and len(library.held) > 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.clear()
+        gc.collect()
+    return [str(one.message) for one in caught if issubclass(one.category, ResourceWarning)]
+
+
+def test_verify_a_dropped_group_gives_back_what_nobody_reads() -> None:
+    """Host memory of other processes stays with those who mapped it: everything. Freed CUDA memory does not, nor does
+    that of ranks of one process: all but the own segment, and a warning."""
+    library = Ledger()
+    assert _dropped(library, FarMeeting(2)) == []
+    assert library.held == []
+    for library, meeting in ((Ledger("cuda"), FarMeeting(2)), (Ledger(), Meeting(2))):
+        texts = _dropped(library, meeting)
+        assert [kind for kind, _ in library.held] == ["segment"] * 2 == ["segment"] * len(texts)
+        assert all("dropped without close() on all its ranks: its own segment stays" in text for text in texts)
+        for _, address in list(library.held):
+            library.free(0, address)
+    library = Ledger("cuda")
+    assert _dropped(library, FarMeeting(1)) == []  # of one rank alone nobody reads
+    assert library.held == []
+
+
+def test_verify_groups_that_cannot_be_made_hold_nothing() -> None:
+    library = Ledger()
+    for result in run(2, lambda peers: None, library=library, host=["a", "b"]):
+        assert isinstance(result, PlanError)
+    for result in run(2, lambda peers: None, library=library, memory="symmetric"):
+        assert isinstance(result, PlanError)
+    del result
+    gc.collect()
+    assert library.held == []
+
+
+def test_verify_a_forked_child_gives_nothing_back() -> None:
+    """It has the parent's objects, not the parent's rights to them: a child that ends or drops them frees nothing."""
+    library = Ledger()
+    peers = Peers(library, 0, 0, 1, lambda key, record: [record], timeout_s=5.0)
+    held = list(library.held)
+    child = os.fork()
+    if child == 0:
+        peers.close()
+        os._exit(0 if library.held == held and not library.asked else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_bitwise_equal(peers.all_reduce(torch.ones(5)), torch.ones(5))
+    peers.close()
+    assert library.held == []
+
+
+def test_verify_reductions_leave_before_they_give_back() -> None:
+    """Own kernels end, every rank says so, then segments go; where one does not say so, the own segment stays."""
+    library, size = Ledger("cuda"), 2
+    everybody = threading.Barrier(size)
+
+    def leave() -> None:
+        assert "synchronize" in library.asked and "free" not in library.asked and "close" not in library.asked
+        everybody.wait(30)
+
+    def closes(peers: Peers) -> None:
+        reductions = PeerReductions(peers, leave)
+        reductions.close()
+        reductions.close()
+
+    values_of(run(size, closes, library=library, meeting=FarMeeting(size)))
+    assert library.held == []
+
+    def nobody_comes() -> None:
+        raise TransportTimeout("nobody came")
+
+    def cannot_close(peers: Peers) -> None:
+        with pytest.raises(TransportTimeout, match="nobody came"):
+            PeerReductions(peers, nobody_comes).close()
+        assert peers.is_closed
+
+    values_of(run(size, cannot_close, library=library, meeting=FarMeeting(size)))
+    assert [kind for kind, _ in library.held] == ["segment"] * size
+    for _, address in list(library.held):
+        library.free(0, address)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

@@ -120,7 +120,6 @@ def open_sums(
             rank,
             size,
             exchange,
-            lambda: None,
             timeout_s=TIMEOUT.total_seconds(),
             group=device_group,
         )
