@@ -6,8 +6,15 @@ SmolLM2, the loss of some prompts in one micro-step. Truth: the Llama of transfo
 own norms would compute in fp32), and the fp32 tables of rope that it always has. Then, for each kind of operator, the
 same model with that kind alone in fp32, forward and backward: torch's, and tbik's. Also tbik's lm_head with other
 numbers of leaves, and forms of a gradient that are the same number: D in dS = P (dP - D) of attention as rowsum(dO O)
-or rowsum(P dP), the probabilities of a loss as exp(x - lse) or exp(x - max) / sum. Per run, over all tensors:
-relative: largest |a - b| / |b| in the 2-norm. absolute: largest max|a - b| / max|b|. median: of the first.
+or rowsum(P dP), the probabilities of a loss as exp(x - lse) or exp(x - max) / sum. `lm_head` is also taken apart into its
+three products: y = x W^T, dX = dY W, dW = dY^T x. `transformers itself`: the same fp32 model called in other ways that
+mean the same (eager attention, two threads, another order, padding on the left, one prompt per call), against the call
+that the rows above compare with; what two ways of one library differ by. `plans`: all of tbik with other leaves.
+
+b is the truth, or what a row names after "against". Per run:
+relative: largest |a - b| / |b| in the 2-norm, a number per tensor. median: of these numbers. tensors: how many exceed
+1e-4. absolute: largest max|a - b| / max|b| of a tensor. whole: |a - b| / |b| of all tensors as one vector. elements:
+share of all elements with |a - b| > 1e-4 |b|.
 """
 
 from __future__ import annotations
@@ -36,20 +43,29 @@ from transformers.models.llama import modeling_llama as llama
 
 import tbik
 import tbik.huggingface.attention
-from tbik import TreePlan, models, ops
+from tbik import _C, TreePlan, models, ops
 from tbik.huggingface.checkpoint import pieces
 from tbik.huggingface.parallelize import default_plan
 from tbik.huggingface.rows import SampleBatch
+from tbik.verify import cpu_name
 
 Named = dict[str, Tensor]
-LEAVES = (1, 12, 64, 512)
+LEAVES = (1, 9, 12, 64, 512)
+PLANS = (9, 18, 36, 63)
+TARGET = 1e-4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--leaves", type=int, nargs="*", default=list(LEAVES), help="of tbik's lm_head")
-    parser.add_argument("--kinds", nargs="+", choices=("all", *KINDS, *LOSSES, *ATTENTION, "leaves"))
+    parser.add_argument("--plans", type=int, nargs="*", default=list(PLANS), help="leaves of all of tbik")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=("all", "transformers itself", "plans", *KINDS, *LOSSES, *ATTENTION, "leaves"),
+        help="which rows; all of them by default",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures")
     options = parser.parse_args()
@@ -60,24 +76,38 @@ def main() -> None:
     stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plan = default_plan(stock.config)
     model = copy.deepcopy(stock).double()
-    rows = []
-    console = Console()
+    rows: list[dict[str, Any]] = []
+    console = Console(width=180)
 
-    def note(what: str, found: Named) -> None:
-        rows.append({"what": what, **errors(found, truth)})
-        console.print(rows[-1])
+    def note(what: str, found: Named, against: Named | None = None) -> None:
+        rows.append({"what": what, **errors(found, truth if against is None else against)})
+        console.print(f"{what}: {rows[-1]['relative']:.1e} relative, {rows[-1]['tensor']}")
+        if options.json:  # a long run that is cut short keeps what it has
+            write(options, plan, rows)
 
     def wanted(*kinds: str) -> bool:
         return not options.kinds or any(kind in options.kinds for kind in kinds)
 
     with exact():
         truth = gradients(model, batch)
+    if wanted("all", "plans", "transformers itself"):
+        theirs = gradients(stock, batch, "sdpa", "torch's loss")
     if wanted("all"):
-        note("all of transformers", gradients(stock, batch, "sdpa", "torch's loss"))
-        ours = tbik.load_checkpoint(folder, dtype=torch.float32).train()
-        ours(**batch.packed()).loss.backward()
-        found = {name: piece.local for name, piece in pieces(ours, gradients=True).items()}
-        note("all of tbik", {name: found[name].double() for name in truth})
+        note("all of transformers", theirs)
+        found = whole(folder, batch, None)
+        note("all of tbik", found)
+        note("all of tbik against transformers", found, theirs)
+        calm = gradients(stock, batch, "sdpa", "exact")
+        note("all of transformers but its loss", calm)
+        note("all of tbik against transformers with its loss in fp64", found, calm)
+    if wanted("transformers itself"):
+        for what, found in by_other_calls(stock, batch, options.threads):
+            note(f"transformers, {what}", found)
+            note(f"transformers, {what}, against transformers", found, theirs)
+    for leaves in options.plans if wanted("plans") else ():
+        found = whole(folder, batch, TreePlan(leaves=leaves))
+        note(f"all of tbik, {leaves} leaves", found)
+        note(f"all of tbik, {leaves} leaves, against transformers", found, theirs)
     for kind, change in KINDS.items():
         for by_tbik in (False, True) if wanted(kind) else ():
             with exact(), change(model, plan if by_tbik else None):
@@ -93,26 +123,61 @@ def main() -> None:
     for leaves in options.leaves if wanted("leaves") else ():
         with exact(), lm_head(model, TreePlan(leaves=leaves)):
             note(f"lm_head, tbik, {leaves} leaves", gradients(model, batch))
-    figures = {
-        "model": "SmolLM2-135M-Instruct", "prompts": options.prompts, "plan": plan.key(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": commit(), "rows": rows,
-    }  # fmt: skip
     table = Table(title=f"{options.prompts} prompts, {plan.leaves} leaves")
-    for column in ("in fp32", "relative", "of", "absolute", "median"):
+    for column in ("in fp32", "relative", "of", "median", "tensors", "absolute", "whole", "elements"):
         table.add_column(column, justify="right")
     for row in rows:
-        numbers = {name: f"{row[name]:.1e}" for name in ("relative", "absolute", "median")}
-        table.add_row(row["what"], numbers["relative"], row["tensor"], numbers["absolute"], numbers["median"])
+        numbers = {name: f"{row[name]:.1e}" for name in ("relative", "median", "absolute", "whole", "elements")}
+        table.add_row(row["what"], numbers["relative"], row["tensor"], numbers["median"], str(row["tensors"]),
+                      numbers["absolute"], numbers["whole"], numbers["elements"])  # fmt: skip
     console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def gradients(model: Any, batch: SampleBatch, implementation: str = "exact", loss: str = "exact") -> Named:
+def write(options: argparse.Namespace, plan: TreePlan, rows: list[dict[str, Any]]) -> None:
+    """Rows of other kinds that the file has for as many prompts stay, each with the commit that it is from."""
+    machine = {
+        "prompts": options.prompts, "threads": options.threads, "cpu": cpu_name(),
+        "path": _C.default_path("float32"), "commit": commit(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+    mine = [{**row, **machine} for row in rows]
+    names = {(row["what"], row["prompts"]) for row in mine}
+    before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    kept = [row for row in before if (row["what"], row["prompts"]) not in names]
+    figures = {"model": "SmolLM2-135M-Instruct", "plan": plan.key(), "target": TARGET, "rows": kept + mine}
+    options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def whole(folder: Path, batch: SampleBatch, plan: TreePlan | None) -> Named:
+    ours = tbik.load_checkpoint(folder, plan=plan, dtype=torch.float32).train()
+    ours(**batch.packed()).loss.backward()
+    return {name: piece.local.double() for name, piece in pieces(ours, gradients=True).items()}
+
+
+def by_other_calls(stock: Any, batch: SampleBatch, threads: int) -> Iterator[tuple[str, Named]]:
+    """The gradients of the same loss by calls of the same fp32 model that differ in what they add first."""
+    loss = "torch's loss"
+    yield "eager attention", gradients(stock, batch, "eager", loss)
+    torch.set_num_threads(3 - threads)
+    yield f"{3 - threads} threads", gradients(stock, batch, "sdpa", loss)
+    torch.set_num_threads(threads)
+    yield "order reversed", gradients(stock, SampleBatch(batch.ids[::-1]), "sdpa", loss)
+    yield "padding on the left", gradients(stock, batch, "sdpa", loss, "left")
+    total: Named = {}
+    for ids in batch.ids:
+        share = (len(ids) - 1) / batch.num_targets
+        for name, gradient in gradients(stock, SampleBatch([ids]), "sdpa", loss).items():
+            total[name] = total.get(name, 0) + share * gradient
+    yield "one prompt per call", total
+
+
+def gradients(
+    model: Any, batch: SampleBatch, implementation: str = "exact", loss: str = "exact", side: str = "right"
+) -> Named:
     model.set_attn_implementation(implementation)
     model.train()
     model.zero_grad()
-    arguments = batch.padded("right")
+    arguments = batch.padded(side)
     labels = torch.nn.functional.pad(arguments.pop("labels")[:, 1:], (0, 1), value=-100)
     logits = model(**arguments, use_cache=False).logits.flatten(0, 1)
     live = labels.flatten() != -100
@@ -125,11 +190,17 @@ def gradients(model: Any, batch: SampleBatch, implementation: str = "exact", los
 def errors(found: Named, truth: Named) -> dict[str, Any]:
     relative = {name: float((found[name] - t).norm() / t.norm()) for name, t in truth.items()}
     worst = max(relative, key=lambda name: relative[name])
+    squares = {name: (float((found[name] - t).square().sum()), float(t.square().sum())) for name, t in truth.items()}
+    differ, square = (sum(pair[i] for pair in squares.values()) for i in range(2))
+    beyond = sum(int(((found[name] - t).abs() > TARGET * t.abs()).sum()) for name, t in truth.items())
     return {
         "relative": relative[worst],
         "tensor": worst,
-        "absolute": max(float((found[name] - t).abs().max() / t.abs().max()) for name, t in truth.items()),
         "median": statistics.median(relative.values()),
+        "tensors": sum(error > TARGET for error in relative.values()),
+        "absolute": max(float((found[name] - t).abs().max() / t.abs().max()) for name, t in truth.items()),
+        "whole": (differ / square) ** 0.5,
+        "elements": beyond / sum(t.numel() for t in truth.values()),
     }
 
 
@@ -177,6 +248,39 @@ def lm_head(model: Any, plan: TreePlan | None) -> contextlib.AbstractContextMana
     return replaced(model.lm_head, "forward", lambda x: product(x, model.lm_head.weight, plan))
 
 
+class Product(torch.autograd.Function):
+    """y = x W^T in fp64 but for one of y, dX and dW."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, plan: TreePlan | None, part: str) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.plan, ctx.part = plan, part
+        return product(x, w, plan) if part == "y" else x @ w.mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (dy,) = grads
+        x, w = ctx.saved_tensors
+        dx, dw = dy @ w, dy.flatten(0, -2).mT @ x.flatten(0, -2)
+        if ctx.part != "y":
+            with torch.enable_grad():
+                x, w = (t.detach().float().requires_grad_() for t in (x, w))
+                narrow = torch.autograd.grad(product(x, w, ctx.plan), (x, w), dy)
+            dx, dw = (narrow[0].double(), dw) if ctx.part == "dX" else (dx, narrow[1].double())
+        return dx, dw, None, None
+
+
+def part_of_lm_head(part: str) -> Callable[[Any, TreePlan | None], contextlib.AbstractContextManager[None]]:
+    def change(model: Any, plan: TreePlan | None) -> contextlib.AbstractContextManager[None]:
+        def forward(x: Tensor) -> Tensor:
+            y: Tensor = Product.apply(x, model.lm_head.weight, plan, part)  # type: ignore[no-untyped-call]
+            return y
+
+        return replaced(model.lm_head, "forward", forward)
+
+    return change
+
+
 def linears(model: Any, plan: TreePlan | None) -> contextlib.AbstractContextManager[None]:
     exactly = torch.nn.Linear.forward
 
@@ -213,6 +317,7 @@ def activation(model: Any, plan: TreePlan | None) -> contextlib.AbstractContextM
 
 KINDS: dict[str, Callable[[Any, TreePlan | None], contextlib.AbstractContextManager[None]]] = {
     "norms": norms, "lm_head": lm_head, "other linears": linears, "rope": rope, "activation": activation,
+    **{f"lm_head's {part}": part_of_lm_head(part) for part in ("y", "dX", "dW")},
 }  # fmt: skip
 
 # --- loss -------------------------------------------------------------------------------------------------------------
