@@ -7,9 +7,9 @@ own norms would compute in fp32), and the fp32 tables of rope that it always has
 same model with that kind alone in fp32, forward and backward: torch's, and tbik's. Also tbik's lm_head with other
 numbers of leaves, and forms of a gradient that are the same number: D in dS = P (dP - D) of attention as rowsum(dO O)
 or rowsum(P dP), the probabilities of a loss as exp(x - lse) or exp(x - max) / sum. `lm_head` is also taken apart into
-its three products: y = x W^T, dX = dY W, dW = dY^T x. `transformers itself`: the same fp32 model called in other ways that
-mean the same (eager attention, two threads, another order, padding on the left, one prompt per call), against the call
-that the rows above compare with; what two ways of one library differ by. `plans`: all of tbik with other leaves.
+its three products: y = x W^T, dX = dY W, dW = dY^T x. `transformers itself`: the same fp32 model called in other ways
+that mean the same (eager attention, two threads, another order, padding on the left, one prompt per call), against the
+call that the rows above compare with; what two ways of one library differ by. `plans`: all of tbik with other leaves.
 
 b is the truth, or what a row names after "against". Per run:
 relative: largest |a - b| / |b| in the 2-norm, a number per tensor. median: of these numbers. tensors: how many exceed
