@@ -4,7 +4,8 @@
 
 logits: largest |ours - theirs| over every position of every prompt. text: prompts whose --new-tokens greedy tokens are
 the same. gradients: per tensor |a - b| / |b| in the 2-norm, of the loss of all prompts in one micro-step, largest of
-all tensors; ours against theirs, and both against Hugging Face in fp64 (with the fp32 tables of rope it always has).
+all tensors; ours against theirs, and both against Hugging Face in fp64 (with the fp32 tables of rope and the fp32 norms
+it always has, but the loss in fp64: its own is computed in fp32 whatever the weights are).
 frequencies: the same with rope's frequencies as Hugging Face rounds them, in fp32; ours are rounded once, from fp64.
 """
 
@@ -110,7 +111,10 @@ def gradients(ours: Any, theirs: Any, prompts: list[torch.Tensor]) -> dict[str, 
     theirs(**batch.padded("right"), use_cache=False).loss.backward()
     truth = copy.deepcopy(theirs).double()
     truth.zero_grad()
-    truth(**batch.padded("right"), use_cache=False).loss.backward()
+    arguments = batch.padded("right")
+    targets = torch.nn.functional.pad(arguments.pop("labels")[:, 1:], (0, 1), value=-100)
+    logits = truth(**arguments, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     found = {
         "ours": {name: piece.local for name, piece in pieces(ours, gradients=True).items()},
         "theirs": {name: parameter.grad for name, parameter in theirs.named_parameters()},

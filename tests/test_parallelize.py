@@ -1029,10 +1029,10 @@ def test_corroborate_smollm2_with_hugging_face() -> None:
 
 @pytest.mark.slow
 def test_corroborate_smollm2_gradients() -> None:
-    """|g - truth| <= 4e-4 |truth| per tensor in the 2-norm, half of them <= 1e-4, truth: Hugging Face's in fp64.
+    """|g - truth| <= 4e-4 |truth| per tensor in the 2-norm, half of them <= 5e-5, truth: Hugging Face's in fp64.
 
-    Not against its fp32: the log-sum-exp of torch's own loss errs by more than tbik (bench/model_gradients.py).
-    A product that leaves out one of its 1536 columns exceeds the bound.
+    With the loss in fp64, too: the model's own is fp32 whatever the weights are, and errs by more than tbik does
+    (bench/model_gradients.py). A product that leaves out one of its 1536 columns exceeds the bound.
     """
     import transformers
 
@@ -1045,7 +1045,11 @@ def test_corroborate_smollm2_gradients() -> None:
     ids = torch.randint(0, 40000, (13,), generator=torch.Generator().manual_seed(0))
     batch = SampleBatch([ids[:5], ids[5:]])
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
-    reference(**batch.padded("right"), use_cache=False).loss.backward()
+    arguments = batch.padded("right")
+    targets = torch.nn.functional.pad(arguments.pop("labels")[:, 1:], (0, 1), value=-100)
+    logits = reference(**arguments, use_cache=False).logits
+    assert logits.dtype == torch.float64
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     model = tbik.load_checkpoint(folder, dtype=torch.float32).train()
 
     def errors() -> list[float]:
@@ -1057,7 +1061,7 @@ def test_corroborate_smollm2_gradients() -> None:
         )
 
     right = errors()
-    assert right[-1] <= 4e-4 and right[len(right) // 2] <= 1e-4, right[-1]
+    assert right[-1] <= 4e-4 and right[len(right) // 2] <= 5e-5, (right[-1], right[len(right) // 2])
     with torch.no_grad():
         model.model.layers[15].mlp.down_proj.weight[:, 700] = 0
     wrong = errors()
