@@ -12,7 +12,7 @@ that mean the same (eager attention, two threads, another order, one prompt per 
 above compare with; what two ways of one library differ by. `plans`: all of tbik with other leaves.
 
 The loss of transformers is fp32 whatever the weights are, so the truth takes its own. torch's fp32 sum of exponentials
-over this vocabulary is up to 2.5e-5 too small on AVX2 (its softmax adds up to more than 1, tbik's to 1 within 2e-6). The
+over this vocabulary is up to 2.5e-5 too small on AVX2: its softmax adds up to 1 + 2.5e-5, tbik's to 1 within 2e-6. The
 dX of tbik's lm_head is chains of V / leaves terms, which lose terms that are small against the sum.
 
 b is the truth, or what a row names after "against". Per run:
