@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "cuda_compile"
 NO_NVCC = 3
+SOURCES = ("csrc/cuda", "csrc/tree.h", "csrc/extrema.h", "csrc/host_device.h", "csrc/convert_loops.h", __file__)
 FORBIDDEN = {
     "fused multiply-add": r"\bfma\.rn\.|\bfma\.rz\.|\bmad\.f",
     "approximation": r"\bdiv\.(full|approx)|\brcp\.approx",
@@ -39,7 +40,8 @@ REQUIRED = {
 TYPES = {"f": "float32", "d": "float64", "i": "int32", "l": "int64"}
 HEAD = """# What nvcc makes of csrc/cuda, without a GPU
 
-`python bench/cuda_compile.py`, {version}. Registers and spilled bytes are per thread (ptxas), blocks have 256 threads.
+`python bench/cuda_compile.py`, {version}, commit {commit}.
+Registers and spilled bytes are per thread (ptxas), blocks have 256 threads.
 Every row has passed the checks of that file. ranks: 2, 4, 8 = sums of one row per rank in registers; 0 = everything
 else. No figure here is a measurement of speed.
 
@@ -111,6 +113,14 @@ def look_at(nvcc: str, source: Path, architectures: list[str], folder: Path) -> 
     return rows
 
 
+def commit() -> str:
+    """Of the sources that are compiled; "+" where they or this file have changed since."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *SOURCES]).returncode
+    return (head or "unknown") + ("+" if changed else "")
+
+
 def as_table(rows: list[dict[str, Any]]) -> str:
     columns = ("architecture", "element", "ranks", "registers", "spilled_bytes")
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -145,9 +155,10 @@ def main() -> int:
     rows.sort(key=lambda row: (row["element"], row["ranks"], row["architecture"]))
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-2]
     if args.output:
-        result = {"nvcc": version, "rows": rows}
+        source = commit()
+        result = {"nvcc": version, "commit": source, "rows": rows}
         Path(args.output + ".json").write_text(json.dumps(result, indent=1) + "\n")
-        Path(args.output + ".md").write_text(HEAD.format(version=version) + as_table(rows))
+        Path(args.output + ".md").write_text(HEAD.format(version=version, commit=source) + as_table(rows))
     failed = [row for row in rows if row["failures"]]
     print(f"{len(rows)} kernels compiled, failed: {failed or 'none'}")
     return 1 if failed else 0

@@ -14,13 +14,15 @@ Registers and spills are ptxas's; a spill is reported, not refused. Nothing here
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ FORBIDDEN = {
 HEAD = """# What compiles, without a GPU
 
 `python bench/gpu_compile.py`, triton {version}. Registers and spilled bytes are per thread (ptxas). Every row has
-passed the checks of that file. No figure here is a measurement of speed.
+passed the checks of that file; `--stale` names rows of older kernels. No figure here is a measurement of speed.
 
 """
 
@@ -52,7 +54,7 @@ class Capture:
         from triton.backends.compiler import GPUTarget
 
         self.target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-        self.kernels: list[tuple[str, Any]] = []
+        self.kernels: list[tuple[Any, Any]] = []
 
     def get_current_target(self) -> Any:
         return self.target
@@ -63,14 +65,15 @@ class Capture:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def run(self, work: Callable[[], Any]) -> list[tuple[str, Any]]:
+    def run(self, work: Callable[[], Any]) -> list[tuple[Any, Any]]:
         from triton.runtime import JITFunction, driver
 
         plain_run = JITFunction.run
 
         def compile_only(function: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
             kernel = plain_run(function, *args, warmup=True, **kwargs)
-            self.kernels.append((function.__name__, kernel))
+            if all(kernel is not other for _, other in self.kernels):  # launched once more: one row
+                self.kernels.append((function, kernel))
             return kernel
 
         self.kernels = []
@@ -158,10 +161,10 @@ def row_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     packed, y = torch.empty(64, 22016, dtype=bf16), torch.empty(64, 11008, dtype=bf16)
     halves = packed[:, :11008], packed[:, 11008:]
     yield "silu and mul of a packed row", lambda: activation.activation(*halves, "silu", y)
-    yield "its gradient", lambda: activation.activation_dx(y, *halves, "silu", *halves)
+    yield "gradient of silu and mul", lambda: activation.activation_dx(y, *halves, "silu", *halves)
     yield "gelu", lambda: activation.activation(y, None, "gelu_tanh", y)
     yield "soft-cap", lambda: activation.softcap(y, 30.0)
-    yield "its gradient", lambda: activation.softcap(y, 30.0, y)
+    yield "gradient of soft-cap", lambda: activation.softcap(y, 30.0, y)
     yield "dropout", lambda: philox.dropout(y, 0.1, (1, 2), [0, 64], 0, 0, 0)
     ids = torch.zeros(16, dtype=torch.int64)
     yield "embedding", lambda: embedding.look_up(ids, x, 0, 64, bf16)
@@ -327,6 +330,49 @@ def resources(ptx: str) -> dict[str, int]:
     return {"registers": int(used[1]), "spilled_bytes": int(spilled[1])}
 
 
+def save(output: str, done: list[dict[str, Any]], parts: Sequence[str]) -> int:
+    """Write the table: what was not compiled this time keeps its rows, so that it can be made in parts, also by a run
+    that is ended. parts: the columns that name what `done` replaces. Returns the number of rows."""
+    import triton
+
+    names = {tuple(row[part] for part in parts) for row in done}
+    before = Path(output + ".json")
+    kept = json.loads(before.read_text())["rows"] if before.exists() else []
+    rows = done + [row for row in kept if tuple(row[part] for part in parts) not in names]
+    rows.sort(key=lambda row: (ARCHITECTURES.index(row["architecture"]), list(CASES).index(row["operator"])))
+    before.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1) + "\n")
+    Path(output + ".md").write_text(HEAD.format(version=triton.__version__) + as_table(rows) + "\n")
+    return len(rows)
+
+
+def source_of(module_name: str) -> str:
+    """Digest of a module of tbik.kernels and of those that it names, and so on: a row with another one is of an older
+    kernel (or of a comment of it)."""
+    names, waiting = set(), [module_name]
+    while waiting:
+        name = waiting.pop()
+        if name not in names:
+            names.add(name)
+            found = vars(importlib.import_module(name)).values()
+            named = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in found}
+            waiting += [other for other in named if isinstance(other, str) and other.startswith("tbik.kernels.")]
+    digest = hashlib.blake2b(digest_size=6)
+    for name in sorted(names):
+        digest.update((ROOT / (name.replace(".", "/") + ".py")).read_bytes())
+    return digest.hexdigest()
+
+
+def stale(rows: list[dict[str, Any]]) -> list[str]:
+    """The kernels with rows of other sources than the present ones. Compiles nothing."""
+    return sorted(
+        {
+            f"{row['architecture']} {row['operator']} {row['kernel']}"
+            for row in rows
+            if row.get("source") != source_of(row.get("module", "tbik.kernels.matmul"))
+        }
+    )
+
+
 def as_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| architecture | operator | case | kernel | warps | registers | spilled bytes | shared bytes | instruction |",
@@ -354,35 +400,34 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="operators, comma-separated")
     parser.add_argument("--match", default="", help="only the cases that this regular expression finds")
     parser.add_argument("--output", default=str(RESULTS), help="path without suffix for .json and .md; empty: none")
+    parser.add_argument("--stale", action="store_true", help="only name the kernels with rows of older sources")
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    import triton
-
-    rows = []
+    if args.stale:
+        old = stale(json.loads(Path(args.output + ".json").read_text())["rows"])
+        print("\n".join(old) or "all rows are of the present sources")
+        return 1 if old else 0
+    rows: list[dict[str, Any]] = []
     for architecture in args.architectures.split(","):
         capture = Capture(architecture)
         for operator in args.cases.split(","):
             for case, work in CASES[operator](architecture):
                 if not re.search(args.match, case):
                     continue
-                for kernel_name, kernel in capture.run(work):
-                    rows.append(report(architecture, operator, case, kernel_name, kernel))
+                for function, kernel in capture.run(work):
+                    module = function.fn.__module__
+                    origin = {"module": module, "source": source_of(module)}
+                    rows.append(report(architecture, operator, case, function.__name__, kernel) | origin)
                     print(json.dumps(rows[-1]), flush=True)
+                if args.output:
+                    save(args.output, rows, ("architecture", "operator", "case"))
     failures = [row for row in rows if row["failures"]]
+    count = len(rows)
     if args.output:
-        # what was not compiled this time keeps its rows, so that the table can be made in parts
-        parts = ("architecture", "operator", "case") if args.match else ("architecture", "operator")
-        done = {tuple(row[part] for part in parts) for row in rows}
-        before = Path(args.output + ".json")
-        kept = json.loads(before.read_text())["rows"] if before.exists() else []
-        rows += [row for row in kept if tuple(row[part] for part in parts) not in done]
-        rows.sort(key=lambda row: (ARCHITECTURES.index(row["architecture"]), list(CASES).index(row["operator"])))
-        result = {"triton": triton.__version__, "rows": rows}
-        Path(args.output + ".json").write_text(json.dumps(result, indent=1) + "\n")
-        Path(args.output + ".md").write_text(HEAD.format(version=triton.__version__) + as_table(rows) + "\n")
+        count = save(args.output, rows, ("architecture", "operator") + (("case",) if args.match else ()))
     for row in failures:
         print(f"FAILED {row['architecture']} {row['operator']} {row['case']} {row['kernel']}: {row['failures']}")
-    print(f"{len(rows)} kernels, {len(failures)} with failed checks")
+    print(f"{count} kernels, {len(failures)} with failed checks")
     return 1 if failures else 0
 
 
