@@ -1,4 +1,4 @@
-"""A Triton kernel that applies one function of tbik.kernels to every element, for tests. Imported after conftest.py."""
+"""Triton kernels that apply functions of tbik.kernels, for tests. Imported after conftest.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from interpreter import DEVICE
 
-from tbik.kernels import arithmetic
+from tbik.kernels import arithmetic, attention
 
 
 @triton.jit
@@ -33,3 +33,36 @@ def elementwise(function: str, *operands: torch.Tensor, dtype: torch.dtype | Non
         a, b, c, out, a.numel(), FUNCTION=function, BLOCK=1024, **arithmetic.OPTIONS
     )
     return out.cpu()
+
+
+@triton.jit
+def live_pairs_kernel(
+    by_key_ptr, by_query_ptr, queries, keys, first_query, first_key, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
+):
+    """Which of SIZE x SIZE pairs [query, key] are live, as the forward kernel asks (keys of a row) and as dkv does."""
+    column = tl.arange(0, SIZE)
+    query = tl.cast(first_query, tl.int64) + column.to(tl.int64)
+    key = tl.cast(first_key, tl.int64) + column.to(tl.int64)
+    ahead = tl.cast(keys, tl.int64) - queries
+    at = column[:, None] * SIZE + column[None, :]
+
+    lo, hi = attention._live_keys(ahead + query, tl.cast(keys, tl.int64), window, CAUSAL)
+    hi = tl.where((query >= 0) & (query < queries), hi, 0)
+    lo = attention._column_of(lo, tl.cast(first_key, tl.int64), SIZE)
+    hi = attention._column_of(hi, tl.cast(first_key, tl.int64), SIZE)
+    tl.store(by_key_ptr + at, ((column[None, :] >= lo[:, None]) & (column[None, :] < hi[:, None])).to(tl.int8))
+
+    lo, hi = attention._live_queries(key, ahead, tl.cast(0, tl.int64), window, CAUSAL)
+    hi = tl.where((key >= 0) & (key < keys), tl.minimum(hi, queries), 0)
+    lo = attention._column_of(lo, tl.cast(first_query, tl.int64), SIZE)
+    hi = attention._column_of(hi, tl.cast(first_query, tl.int64), SIZE)
+    tl.store(by_query_ptr + at, ((column[:, None] >= lo[None, :]) & (column[:, None] < hi[None, :])).to(tl.int8))
+
+
+def live_pairs(queries: int, keys: int, first_query: int, first_key: int, window: int, causal: bool) -> torch.Tensor:
+    """[2, 16, 16]: by both ways."""
+    out = torch.zeros(2, 16, 16, dtype=torch.int8, device=DEVICE)
+    live_pairs_kernel[(1,)](
+        *(out[0], out[1], queries, keys, first_query, first_key, window), CAUSAL=causal, SIZE=16, **arithmetic.OPTIONS
+    )
+    return out.cpu() > 0

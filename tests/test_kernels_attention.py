@@ -160,6 +160,27 @@ def forward(
     return [t.cpu() for t in state]
 
 
+def test_verify_live_pairs_of_rows_and_of_keys() -> None:
+    """The keys of a query and the queries of a key, as columns of a block, are K2's pairs: causal or not, windows of
+    both sides, more queries than keys, blocks before the first and behind the last position."""
+    import kernels_of_tests
+
+    counts = set()
+    for queries, keys in ((20, 20), (5, 30), (30, 5), (0, 9), (9, 0)):
+        for causal, window, first in itertools.product((True, False), (0, 1, 7), (-12, 0, 8, 24)):
+            i = torch.arange(first, first + 16)[:, None]
+            j = torch.arange(8, 24)[None, :] if first != -12 else torch.arange(16)[None, :]
+            position = keys - queries + i
+            live = (i >= 0) & (i < queries) & (j < keys)
+            live &= (j <= position) if causal else True
+            live &= ((j > position - window) & (j < position + window)) if window else True
+            found = kernels_of_tests.live_pairs(queries, keys, first, int(j[0, 0]), window, causal)
+            what = f"{queries} queries, {keys} keys, causal {causal}, window {window}, from {first}"
+            assert torch.equal(found[0], live) and torch.equal(found[1], live), what
+            counts.add(int(live.sum()))
+    assert len(counts) > 10  # not only all or nothing
+
+
 def test_verify_blocks_of_64_are_in_the_bits() -> None:
     """Negative control: one block of all keys in place of blocks of 64 has other bits."""
     q, k, v = heads((1, 1, 16), FP32, 1), heads((150, 1, 16), FP32, 2), heads((150, 1, 16), FP32, 3)

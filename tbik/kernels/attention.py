@@ -93,6 +93,35 @@ def _live_keys(position, keys, window, CAUSAL: tl.constexpr):
     return lo, hi
 
 
+@triton.jit
+def _column_of(position, start, SIZE: tl.constexpr):
+    """A position as a column of the SIZE positions from `start` on; 0 before them, SIZE behind them.
+
+    Masks compare columns: the compiler knows them, where a thread would hold the 64-bit position of each.
+    """
+    return tl.minimum(tl.maximum(position - start, 0), SIZE).to(tl.int32)
+
+
+@triton.jit
+def _live_columns(lo, hi, start, is_row, SIZE: tl.constexpr):
+    """The live keys [lo, hi) of each row as columns [first, end); none: first >= end."""
+    return _column_of(lo, start, SIZE), tl.where(is_row, _column_of(hi, start, SIZE), 0)
+
+
+@triton.jit
+def _live_queries(key, ahead, least, window, CAUSAL: tl.constexpr):
+    """[first, end) of the queries, from `least` on, that see the key: query i stands at position ahead + i (K2). The
+    inverse of _live_keys, but for the last query and the last key."""
+    first = key * 0 + least
+    end = key * 0 + 0x7FFFFFFFFFFFFFFF
+    if CAUSAL:
+        first = tl.maximum(first, key - ahead)
+    if window > 0:
+        first = tl.maximum(first, key - window + 1 - ahead)
+        end = tl.minimum(end, key + window - ahead)
+    return first, end
+
+
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
@@ -264,14 +293,22 @@ def forward_kernel(
         is_read = is_key & is_there
         k_at = k_base + (page * stride_kp + row * stride_ks)
         if LEAF == "mma":
-            k = _load_tile(k_at[None, :] + d[:, None] * stride_kd, is_read[None, :] & (d < dim)[:, None], WIDENS)
-            x = tl.dot(q, k, input_precision="ieee")
+            k = _load_tile(k_at[:, None] + d[None, :] * stride_kd, is_read[:, None] & (d < dim)[None, :], WIDENS)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
             x = _chain_of_products(q_at, k_at, is_row, is_read, stride_qd, stride_kd, dim, ROWS, KEY_BLOCK)
         x, _ = _score(x, scale, cap, CAPPED)
-        x = tl.where((is_key & (is_there == 0))[None, :], float("nan"), x)
-        live = (position[None, :] >= lo[:, None]) & (position[None, :] < hi[:, None]) & is_row[:, None]
-        is_live_row = (lo < start + KEY_BLOCK) & (hi > start) & (lo < hi) & is_row
+        if IS_PAGED:
+            is_missing = is_key & (is_there == 0)
+        else:  # the same of a range of rows
+            is_missing = (columns < _column_of(-k_first, start, KEY_BLOCK)) | (
+                columns >= _column_of(num_key_rows - k_first, start, KEY_BLOCK)
+            )
+            is_missing = is_missing & (columns < _column_of(end_key, start, KEY_BLOCK))
+        x = tl.where(is_missing[None, :], float("nan"), x)
+        first, end = _live_columns(lo, hi, start, is_row, KEY_BLOCK)
+        live = (columns[None, :] >= first[:, None]) & (columns[None, :] < end[:, None])
+        is_live_row = first < end
         highest = tl.max(elementary.order_key(tl.where(live, x, _MINUS_INF)), axis=1)
         m_new = elementary.of_order_key(tl.maximum(highest, elementary.order_key(m)))
         factor = elementary.exp(m - m_new)
@@ -472,21 +509,22 @@ def dq_kernel(
         k_at = k_ptr + (row * stride_ks + group * stride_kg)
         v_at = v_ptr + (row * stride_vs + group * stride_vg)
         if LEAF == "mma":
-            is_kd = is_read[None, :] & (d < dim)[:, None]
-            x = tl.dot(q, _load_tile(k_at[None, :] + d[:, None] * stride_kd, is_kd, WIDENS), input_precision="ieee")
-            v = _load_tile(v_at[None, :] + d[:, None] * stride_vd, is_kd, WIDENS)
-            dp = tl.dot(grad, v, input_precision="ieee")
+            is_kd = is_read[:, None] & (d < dim)[None, :]
+            k = _load_tile(k_at[:, None] + d[None, :] * stride_kd, is_kd, WIDENS)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            v = _load_tile(v_at[:, None] + d[None, :] * stride_vd, is_kd, WIDENS)
+            dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
         else:
             x = _chain_of_products(q_at, k_at, is_row, is_read, stride_qd, stride_kd, dim, ROWS, KEY_BLOCK)
             dp = _chain_of_products(grad_at, v_at, is_row, is_read, stride_gd, stride_vd, dim, ROWS, KEY_BLOCK)
-        live = (position[None, :] >= lo[:, None]) & (position[None, :] < hi[:, None]) & is_row[:, None]
+        first, end = _live_columns(lo, hi, start, is_row, KEY_BLOCK)
+        live = (columns[None, :] >= first[:, None]) & (columns[None, :] < end[:, None])
         keep = x
         if DROPS:
             at = tl.maximum(keys - queries, 0) + query
             keep = _kept(position[None, :], at[:, None], head[:, None], sequence, drop_ptr, keep_scale)
         _, ds = _gradients_of_pairs(x, dp, scale, cap, m[:, None], w[:, None], mean[:, None], keep, live, CAPPED, DROPS)
         if LEAF == "mma":
-            k = _load_tile(k_at[:, None] + d[None, :] * stride_kd, is_read[:, None] & (d < dim)[None, :], WIDENS)
             grown = tl.dot(_operand(ds, k_ptr, WIDENS), k, dq, input_precision="ieee")
         else:
             sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -498,8 +536,7 @@ def dq_kernel(
                 k = tl.load(k_at_j + d * stride_kd, mask=(d < dim) & is_read_j, other=0.0).to(tl.float32)
                 sums = _continue(sums, _column(ds, columns, j), k, (start + j >= lo) & (start + j < hi))
             grown = dq + (sums + 0.0)
-        is_live_row = (lo < start + KEY_BLOCK) & (hi > start) & (lo < hi)
-        dq = tl.where(is_live_row[:, None], grown, dq)
+        dq = tl.where((first < end)[:, None], grown, dq)
     tl.store(dq_ptr + (state[:, None] * dim + d[None, :]), arithmetic.cast(dq, tl.float32), mask=is_in)
 
 
@@ -572,6 +609,9 @@ def dkv_kernel(
     if window > 0:
         first_query = tl.maximum(first_query, lowest - window + 1 - ahead)
         end_query = tl.minimum(end_query, lowest + KEYS - 1 + window - ahead)
+    first_of_key, end_of_key = _live_queries(key, ahead, tl.maximum(-q_first, 0), window, CAUSAL)
+    end_of_key = tl.minimum(end_of_key, tl.minimum(queries, num_tokens - q_first))
+    end_of_key = tl.where(is_key, end_of_key, 0)
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
     k = dk
@@ -587,8 +627,9 @@ def dkv_kernel(
         query = start + columns.to(tl.int64)
         token = q_first + query
         is_query = (query >= 0) & (query < queries) & (token >= 0) & (token < num_tokens)
-        lo, hi = _live_keys(ahead + query, keys, window, CAUSAL)
-        live = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :]) & is_query[None, :] & is_key[:, None]
+        lo = _column_of(first_of_key, start, QUERY_BLOCK)
+        hi = _column_of(end_of_key, start, QUERY_BLOCK)
+        live = (columns[None, :] >= lo[:, None]) & (columns[None, :] < hi[:, None])
         q_at = q_ptr + (token * stride_qt + head * stride_qh)
         grad_at = grad_ptr + (token * stride_gt + head * stride_gh)
         state = token * num_heads + head
@@ -597,10 +638,11 @@ def dkv_kernel(
         w = tl.div_rn(tl.full((QUERY_BLOCK,), 1.0, tl.float32), total)
         mean = tl.load(mean_ptr + state, mask=is_query, other=0.0)
         if LEAF == "mma":
-            is_qd = is_query[None, :] & (d < dim)[:, None]
-            q = _load_tile(q_at[None, :] + d[:, None] * stride_qd, is_qd, WIDENS)
-            x = tl.dot(k, q, input_precision="ieee")
-            dp = tl.dot(v, _load_tile(grad_at[None, :] + d[:, None] * stride_gd, is_qd, WIDENS), input_precision="ieee")
+            is_qd = is_query[:, None] & (d < dim)[None, :]
+            q = _load_tile(q_at[:, None] + d[None, :] * stride_qd, is_qd, WIDENS)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee")
+            grad = _load_tile(grad_at[:, None] + d[None, :] * stride_gd, is_qd, WIDENS)
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
         else:
             x = _chain_of_products(k_at, q_at, is_key, is_query, stride_kd, stride_qd, dim, KEYS, QUERY_BLOCK)
             dp = _chain_of_products(v_at, grad_at, is_key, is_query, stride_vd, stride_gd, dim, KEYS, QUERY_BLOCK)
@@ -611,10 +653,7 @@ def dkv_kernel(
             x, dp, scale, cap, m[None, :], w[None, :], mean[None, :], keep, live, CAPPED, DROPS
         )
         if LEAF == "mma":
-            is_qd = is_query[:, None] & (d < dim)[None, :]
-            grad = _load_tile(grad_at[:, None] + d[None, :] * stride_gd, is_qd, WIDENS)
             grown_v = tl.dot(_operand(used, q_ptr, WIDENS), grad, dv, input_precision="ieee")
-            q = _load_tile(q_at[:, None] + d[None, :] * stride_qd, is_qd, WIDENS)
             grown_k = tl.dot(_operand(ds, q_ptr, WIDENS), q, dk, input_precision="ieee")
         else:
             sums_k = tl.zeros((KEYS, BLOCK_D), tl.float32)
@@ -641,9 +680,8 @@ def dkv_kernel(
                 sums_v = _continue(sums_v, _column(used, columns, j), grad, live_j)
             grown_k = dk + (sums_k + 0.0)
             grown_v = dv + (sums_v + 0.0)
-        is_live_key = tl.max(live.to(tl.int32), axis=1) > 0
-        dk = tl.where(is_live_key[:, None], grown_k, dk)
-        dv = tl.where(is_live_key[:, None], grown_v, dv)
+        dk = tl.where((lo < hi)[:, None], grown_k, dk)
+        dv = tl.where((lo < hi)[:, None], grown_v, dv)
     at = (head * num_key_rows + row)[:, None] * dim + d[None, :]
     tl.store(dk_ptr + at, arithmetic.cast(dk, tl.float32), mask=is_in)
     tl.store(dv_ptr + at, arithmetic.cast(dv, tl.float32), mask=is_in)
