@@ -17,6 +17,7 @@
 #include "combine.h"
 #include "fpmode.h"
 #include "gemm.h"
+#include "memory.h"
 #include "rows.h"
 #include "tree.h"
 
@@ -173,21 +174,23 @@ std::vector<float> weight_of(const at::Tensor& w, int64_t length, at::ScalarType
   return values;
 }
 
-// w and bias of a norm: as they stand if the kernel takes their type and no rounding is asked for, else fp32 copies.
+// w and bias of a norm: as they stand if the kernel takes their type and no rounding is asked for, else copies, bf16
+// where that holds them exactly. takes_bf16: whether the kernel does.
 struct Weights {
   at::Tensor held_w, held_bias;
   std::vector<float> w, bias;
+  std::vector<uint16_t> narrow_w, narrow_bias;
 };
 
 Weights norm_weights(NormArgs& args, const at::Tensor& w, const std::optional<at::Tensor>& bias, at::ScalarType compute,
-                     bool one_plus, bool backward, const Loops& loops, const std::string& where) {
+                     bool one_plus, bool takes_bf16, const Loops& loops, const std::string& where) {
   Weights weights;
   const auto stands = [&](const at::Tensor& t) {
     if (t.dim() != 1 || t.size(0) != args.length || !t.is_contiguous() || t.scalar_type() != w.scalar_type()) {
       return false;
     }
     if (t.scalar_type() == at::kFloat) return compute == at::kFloat && !one_plus;
-    return t.scalar_type() == at::kBFloat16 && compute != at::kHalf && !one_plus && !backward;
+    return t.scalar_type() == at::kBFloat16 && compute != at::kHalf && !one_plus && takes_bf16;
   };
   if (stands(w) && (!bias || stands(*bias))) {
     require_plain_cpu(w, where + ": w");
@@ -203,12 +206,23 @@ Weights norm_weights(NormArgs& args, const at::Tensor& w, const std::optional<at
     return weights;
   }
   weights.w = weight_of(w, args.length, compute, one_plus, loops, where + ": w");
-  args.w = weights.w.data();
-  args.w_dtype = DType::kFloat32;
-  if (bias) {
-    weights.bias = weight_of(*bias, args.length, compute, false, loops, where + ": bias");
-    args.bias = weights.bias.data();
+  if (bias) weights.bias = weight_of(*bias, args.length, compute, false, loops, where + ": bias");
+  const auto rounded = [&](const at::Tensor& t) { return t.scalar_type() == at::kFloat; };
+  if (takes_bf16 && compute == at::kBFloat16 && !one_plus && rounded(w) && (!bias || rounded(*bias))) {
+    const FpIeeeScope ieee;
+    const auto narrow = [&](std::vector<uint16_t>& to, const std::vector<float>& from) {
+      to.resize(from.size());
+      loops.cast(to.data(), DType::kBFloat16, from.data(), DType::kFloat32, args.length);
+      return to.data();
+    };
+    args.w_dtype = DType::kBFloat16;
+    args.w = narrow(weights.narrow_w, weights.w);
+    if (bias) args.bias = narrow(weights.narrow_bias, weights.bias);
+    return weights;
   }
+  args.w_dtype = DType::kFloat32;
+  args.w = weights.w.data();
+  if (bias) args.bias = weights.bias.data();
   return weights;
 }
 
@@ -284,6 +298,14 @@ at::Tensor sum_inputs(const std::vector<at::Tensor>& inputs, const std::string& 
 
 // --- norms ----------------------------------------------------------------------------------------------------------
 
+void set_result(NormArgs& args, const at::Tensor& y, DType dtype) {
+  constexpr int64_t kLine = 64;
+  args.y = y.data_ptr();
+  args.y_dtype = dtype;
+  args.stream = dtype == DType::kFloat32 && reinterpret_cast<uintptr_t>(args.y) % kLine == 0 &&
+                args.length * 4 % kLine == 0 && exceeds_caches(static_cast<int64_t>(y.nbytes()));
+}
+
 std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& x, const std::optional<at::Tensor>& residual,
                                         const at::Tensor& w, const std::optional<at::Tensor>& bias, double eps,
                                         bool centered, bool one_plus, at::ScalarType compute, const std::string& path) {
@@ -291,12 +313,8 @@ std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& x, const std::optional
   const Loops& loops = loops_of(path);
   const Held held = rows_of(x, "norm: x");
   const int64_t length = x.size(-1);
-  NormArgs args{.length = length,
-                .eps = static_cast<float>(eps),
-                .centered = centered,
-                .x = held.view,
-                .y_dtype = held.view.dtype};
-  const Weights weights = norm_weights(args, w, bias, compute, one_plus, false, loops, "norm");
+  NormArgs args{.length = length, .eps = static_cast<float>(eps), .centered = centered, .x = held.view};
+  const Weights weights = norm_weights(args, w, bias, compute, one_plus, true, loops, "norm");
   Held added;
   at::Tensor sum;
   if (residual) {
@@ -307,86 +325,46 @@ std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& x, const std::optional
     args.sum = sum.data_ptr();
   }
   at::Tensor y = like(x, x.scalar_type());
-  args.y = y.data_ptr();
-  over_rows(held.rows, length, norm_scratch(length),
-            [&](int64_t first, int64_t last, float* scratch) { rows.norm_forward(args, first, last, scratch); });
+  set_result(args, y, held.view.dtype);
+  over_rows(held.rows, length, norm_scratch(length), [&](int64_t first, int64_t last, float* scratch) {
+    rows.norm_forward(args, first, last, scratch);
+    finish_stream(args);
+  });
   return {y, sum};
 }
 
-struct NormStatistics {
-  std::vector<float> r;
-  std::vector<float> mean;
-};
-
-NormStatistics norm_statistics(const Held& x, int64_t length, double eps, bool centered, const Rows& rows) {
-  NormStatistics s;
-  s.r.resize(static_cast<size_t>(x.rows));
-  if (centered) s.mean.resize(s.r.size());
-  const NormArgs args{.length = length, .eps = static_cast<float>(eps), .centered = centered, .x = x.view};
-  over_rows(x.rows, length, norm_scratch(length), [&](int64_t first, int64_t last, float* scratch) {
-    rows.norm_statistics(args, first, last, s.r.data(), s.mean.data(), scratch);
-  });
-  return s;
+// dx alone, rows in parallel.
+void run_norm_dx(const NormGradients& args, int64_t num_rows, const Rows& rows) {
+  parallel_for(num_rows, row_grain(args.norm.length),
+               [&](int64_t first, int64_t last) { norm_dx(args, first, last, rows); });
 }
 
-at::Tensor dx_of(const Held& held, const Held& upstream, const at::Tensor& w, const std::optional<at::Tensor>& residual,
-                 double eps, bool centered, bool one_plus, at::ScalarType compute, at::ScalarType out_dtype,
-                 const NormStatistics* s, const std::string& path) {
-  const Rows& rows = find_rows(path);
-  const int64_t length = held.tensor.size(-1);
-  Held added;
-  if (residual) added = beside(*residual, held.tensor, "norm_dx: residual");
-  at::Tensor dx = like(held.tensor, out_dtype);
-  NormArgs args{.length = length,
-                .eps = static_cast<float>(eps),
-                .centered = centered,
-                .x = held.view,
-                .residual = added.view,
-                .dy = upstream.view,
-                .y = dx.data_ptr(),
-                .y_dtype = row_dtype(out_dtype, "norm_dx: out_dtype"),
-                .stored_r = s != nullptr ? s->r.data() : nullptr,
-                .stored_mean = s != nullptr && centered ? s->mean.data() : nullptr};
-  const Weights weights = norm_weights(args, w, {}, compute, one_plus, true, loops_of(path), "norm_dx");
-  over_rows(held.rows, length, norm_scratch(length),
-            [&](int64_t first, int64_t last, float* scratch) { rows.norm_backward(args, first, last, scratch); });
-  return dx;
+// Chains, and dx if norm.y is there. One thread takes whole chains, as long as that gives every thread its share; else
+// the rows' means first, then strips of columns.
+void run_norm_gradients(const NormGradients& args, int64_t chains, const Rows& rows) {
+  constexpr int64_t kEnough = 4;  // chains per thread
+  const int64_t threads = at::get_num_threads();
+  if (chains % threads == 0 || chains >= kEnough * threads) {
+    parallel_for(chains, 1, [&](int64_t first, int64_t last) { norm_gradients(args, first, last, rows); });
+    return;
+  }
+  const int64_t num_rows = args.cuts[chains] * args.heads;
+  std::vector<RowMeans> means;
+  if (args.norm.x.data != nullptr) {
+    means.resize(static_cast<size_t>(num_rows));
+    parallel_for(num_rows, row_grain(args.norm.length),
+                 [&](int64_t first, int64_t last) { norm_row_means(args, first, last, means.data(), rows); });
+  }
+  const RowMeans* of_rows = means.empty() ? nullptr : means.data();
+  parallel_for(chain_tasks(args, chains), 1,
+               [&](int64_t first, int64_t last) { chain_task(args, first, last, of_rows, rows); });
 }
 
-at::Tensor norm_dx(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
-                   const std::optional<at::Tensor>& residual, double eps, bool centered, bool one_plus,
-                   at::ScalarType compute, at::ScalarType out_dtype, const std::string& path) {
-  const Held held = rows_of(x, "norm_dx: x");
-  const Held upstream = beside(dy, x, "norm_dx: dy");
-  return dx_of(held, upstream, w, residual, eps, centered, one_plus, compute, out_dtype, nullptr, path);
-}
-
-// The chains of dw (with statistics) and of dbias (with_ones) over one reading of dy.
-std::tuple<at::Tensor, at::Tensor> leaves_of(const Held& upstream, const Held& held, const NormStatistics* s,
-                                             bool with_ones, int64_t heads, const std::vector<int64_t>& cut,
-                                             const Rows& rows) {
-  const int64_t length = upstream.tensor.size(-1);
-  const int64_t chains = static_cast<int64_t>(cut.size()) - 1;
-  if (heads < 1 || upstream.rows % heads != 0 || cut.empty() || !std::is_sorted(cut.begin(), cut.end()) ||
-      cut.front() < 0 || cut.back() > upstream.rows / heads) {
+void require_cuts(int64_t num_rows, int64_t heads, const std::vector<int64_t>& cut) {
+  if (heads < 1 || num_rows % heads != 0 || cut.empty() || !std::is_sorted(cut.begin(), cut.end()) || cut.front() < 0 ||
+      cut.back() > num_rows / heads) {
     refuse("column_leaves: expected heads that divide the rows and ascending cuts within the tokens");
   }
-  at::Tensor leaves;
-  at::Tensor ones;
-  if (s != nullptr) leaves = at::empty({chains, heads * length}, at::kFloat);
-  if (with_ones) ones = at::empty({chains, heads * length}, at::kFloat);
-  const ColumnChains args{.length = length,
-                          .heads = heads,
-                          .dy = upstream.view,
-                          .x = held.view,
-                          .r = s != nullptr ? s->r.data() : nullptr,
-                          .mean = s != nullptr && !s->mean.empty() ? s->mean.data() : nullptr,
-                          .cuts = cut.data(),
-                          .leaves = s != nullptr ? leaves.mutable_data_ptr<float>() : nullptr,
-                          .ones = with_ones ? ones.mutable_data_ptr<float>() : nullptr};
-  parallel_for(column_chain_tasks(args, chains), 1,
-               [&](int64_t first, int64_t last) { column_chains(args, first, last, rows); });
-  return {leaves, ones};
 }
 
 // dy [..., H, K]: fp32 [chains, H * K], chain c over the tokens [cuts[c], cuts[c + 1]). x: b_k = normalised x, else 1.
@@ -394,14 +372,21 @@ at::Tensor column_leaves(const at::Tensor& dy, const std::optional<at::Tensor>& 
                          bool centered, const std::vector<int64_t>& cut, const std::string& path) {
   const Rows& rows = find_rows(path);
   const Held upstream = rows_of(dy, "column_leaves: dy");
-  if (!x) return std::get<1>(leaves_of(upstream, {}, nullptr, true, heads, cut, rows));
-  const Held held = beside(*x, dy, "column_leaves: x");
-  const NormStatistics s = norm_statistics(held, dy.size(-1), eps, centered, rows);
-  return std::get<0>(leaves_of(upstream, held, &s, false, heads, cut, rows));
+  Held held;
+  if (x) held = beside(*x, dy, "column_leaves: x");
+  require_cuts(upstream.rows, heads, cut);
+  const int64_t length = dy.size(-1);
+  const int64_t chains = static_cast<int64_t>(cut.size()) - 1;
+  at::Tensor leaves = at::empty({chains, heads * length}, at::kFloat);
+  float* values = leaves.mutable_data_ptr<float>();
+  const NormArgs norm{
+      .length = length, .eps = static_cast<float>(eps), .centered = centered, .x = held.view, .dy = upstream.view};
+  run_norm_gradients({norm, heads, cut.data(), x ? values : nullptr, x ? nullptr : values}, chains, rows);
+  return leaves;
 }
 
-// (dx, leaves of dw, leaves of dbias) as norm_dx and column_leaves give them, from one set of statistics; what is not
-// wanted is None. cut: empty where neither dw nor dbias is wanted.
+// (dx, leaves of dw, leaves of dbias), each None where not wanted; the leaves as column_leaves gives them. cut: empty
+// where neither dw nor dbias is wanted.
 std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>> norm_gradients(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& residual,
     double eps, bool centered, bool one_plus, at::ScalarType compute, at::ScalarType out_dtype, bool with_dx,
@@ -409,18 +394,55 @@ std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<a
   const Rows& rows = find_rows(path);
   const Held held = rows_of(x, "norm_gradients: x");
   const Held upstream = beside(dy, x, "norm_gradients: dy");
-  std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>> result;
-  NormStatistics s;
-  if (with_dx || with_dw) s = norm_statistics(held, x.size(-1), eps, centered, rows);
+  const int64_t length = x.size(-1);
+  NormGradients args{
+      .norm = {.length = length, .eps = static_cast<float>(eps), .centered = centered, .dy = upstream.view},
+      .heads = heads,
+      .cuts = cut.data()};
+  if (with_dx || with_dw) args.norm.x = held.view;
+  Held added;
+  Weights weights;
+  at::Tensor dx;
   if (with_dx) {
-    std::get<0>(result) = dx_of(held, upstream, w, residual, eps, centered, one_plus, compute, out_dtype, &s, path);
+    if (residual) added = beside(*residual, x, "norm_gradients: residual");
+    dx = like(x, out_dtype);
+    args.norm.residual = added.view;
+    set_result(args.norm, dx, row_dtype(out_dtype, "norm_gradients: out_dtype"));
+    const auto is_bf16 = [](const Held& t) { return !t.tensor.defined() || t.view.dtype == DType::kBFloat16; };
+    const bool takes_bf16 = is_bf16(held) && is_bf16(upstream) && is_bf16(added) && out_dtype == at::kBFloat16;
+    weights = norm_weights(args.norm, w, {}, compute, one_plus, takes_bf16, loops_of(path), "norm_gradients");
   }
+  at::Tensor leaves;
+  at::Tensor ones;
   if (with_dw || with_dbias) {
-    auto [leaves, ones] = leaves_of(upstream, held, with_dw ? &s : nullptr, with_dbias, heads, cut, rows);
-    if (with_dw) std::get<1>(result) = leaves;
-    if (with_dbias) std::get<2>(result) = ones;
+    require_cuts(held.rows, heads, cut);
+    const int64_t chains = static_cast<int64_t>(cut.size()) - 1;
+    if (with_dw) {
+      leaves = at::empty({chains, heads * length}, at::kFloat);
+      args.leaves = leaves.mutable_data_ptr<float>();
+    }
+    if (with_dbias) {
+      ones = at::empty({chains, heads * length}, at::kFloat);
+      args.ones = ones.mutable_data_ptr<float>();
+    }
+    if (with_dx && (cut.front() > 0 || cut.back() < held.rows / heads)) {
+      run_norm_dx(args, held.rows, rows);
+      args.norm.y = nullptr;
+    }
+    run_norm_gradients(args, chains, rows);
+  } else if (with_dx) {
+    run_norm_dx(args, held.rows, rows);
   }
-  return result;
+  const auto wanted = [](at::Tensor t) { return t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt; };
+  return {wanted(std::move(dx)), wanted(std::move(leaves)), wanted(std::move(ones))};
+}
+
+at::Tensor norm_dx(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
+                   const std::optional<at::Tensor>& residual, double eps, bool centered, bool one_plus,
+                   at::ScalarType compute, at::ScalarType out_dtype, const std::string& path) {
+  auto [dx, leaves, ones] =
+      norm_gradients(dy, x, w, residual, eps, centered, one_plus, compute, out_dtype, true, false, false, 1, {}, path);
+  return *dx;
 }
 
 // --- activations ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 // Four registers side by side: the latency of one hides behind the others. Included by each rows_<isa>.cpp inside its
-// own target region and namespace, after convert_loops.h and elementary.h; the file defines floor_vec and
-// store_high_halves before. No include guard on purpose; internal linkage.
+// own target region and namespace, after convert_loops.h and elementary.h; the file defines floor_vec, stream_vec
+// and store_high_halves before. No include guard on purpose; internal linkage.
 //
 //   Four f(Four): every operation is one IEEE operation per lane, so a formula written once for float and for Four
 //                 gives the same bits
-//   map_n(y, n, f, x...): y_i = one rounding of f(widened x_i...), NaN canonical
+//   map_n(y, n, f, x...): y_i = one rounding of f(widened x_i...), NaN canonical but for Leave::kCalm
+//
+// Where every operand and the result are bf16, the lanes of a Four hold pairs of elements apart (load_pairs): nothing
+// is moved between lanes on the way in or out.
 //
 // Mode: IEEE. Guarantee: deterministic, element-wise.
 
@@ -58,14 +61,20 @@ TBIK_INLINE Four where_negative(Four x, Four yes, float no) {
 
 // --- in and out -----------------------------------------------------------------------------------------------------
 
-template <class T>
+template <bool kPairs = false, class T>
 TBIK_INLINE Four load_four(const T* p) {
-  return {widen_vec(p), widen_vec(p + kWidth), widen_vec(p + 2 * kWidth), widen_vec(p + 3 * kWidth)};
-}
-TBIK_INLINE Four load_four(const F16* p) {
-  float wide[kFour];
-  for (int64_t i = 0; i < kFour; ++i) wide[i] = widen(p[i]);
-  return load_four(static_cast<const float*>(wide));
+  if constexpr (kPairs && __is_same(T, Bf16)) {
+    Four x;
+    load_pairs(p, x.a, x.b);
+    load_pairs(p + 2 * kWidth, x.c, x.d);
+    return x;
+  } else if constexpr (__is_same(T, F16)) {
+    float wide[kFour];
+    for (int64_t i = 0; i < kFour; ++i) wide[i] = widen(p[i]);
+    return load_four(static_cast<const float*>(wide));
+  } else {
+    return {widen_vec(p), widen_vec(p + kWidth), widen_vec(p + 2 * kWidth), widen_vec(p + 3 * kWidth)};
+  }
 }
 
 TBIK_INLINE Vec canonical(Vec x) {
@@ -75,33 +84,61 @@ TBIK_INLINE Vec canonical(Vec x) {
 
 TBIK_INLINE void store_vec(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof(x)); }
 
-TBIK_INLINE void store_four(float* p, Four x) {
-  store_vec(p, canonical(x.a));
-  store_vec(p + kWidth, canonical(x.b));
-  store_vec(p + 2 * kWidth, canonical(x.c));
-  store_vec(p + 3 * kWidth, canonical(x.d));
-}
+// How a result leaves: NaN canonical; or the caller knows that there is no NaN; or moreover past the caches, fp32 from
+// a 64-byte boundary on (the caller fences).
+enum class Leave : uint8_t { kCanonical, kCalm, kStreamed };
 
 // The rounded number in the high half of each lane.
+template <Leave kLeave>
 TBIK_INLINE UVec bf16_high(Vec x) {
   const UVec u = bits(x);
-  const UVec rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  UVec rounded;
+  if constexpr (kWidth < 16) {
+    // u + 0x7fff + bit 16, by a comparison: some CPUs shift on one port only
+    const UVec even = reinterpret_cast<UVec>((u & 0x10000u) == 0u);
+    rounded = u + 0x8000u + even;
+  } else {
+    rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  }
+  if constexpr (kLeave != Leave::kCanonical) return rounded;
   const UVec nan = UVec{} + 0x7fc00000u;
   return x == x ? rounded : nan;
 }
 
-TBIK_INLINE void store_four(Bf16* p, Four x) {
-  store_high_halves(p, bf16_high(x.a), bf16_high(x.b));
-  store_high_halves(p + 2 * kWidth, bf16_high(x.c), bf16_high(x.d));
+template <Leave kLeave>
+TBIK_INLINE void store_pairs(Bf16* p, Vec first, Vec second) {
+  const UVec u = (bf16_high<kLeave>(first) >> 16) | (bf16_high<kLeave>(second) & 0xffff0000u);
+  __builtin_memcpy(p, &u, sizeof(u));
 }
 
-TBIK_INLINE void store_four(F16* p, Four x) {
-  float wide[kFour];
-  store_vec(wide, x.a);
-  store_vec(wide + kWidth, x.b);
-  store_vec(wide + 2 * kWidth, x.c);
-  store_vec(wide + 3 * kWidth, x.d);
-  for (int64_t i = 0; i < kFour; ++i) p[i] = narrow<F16>(wide[i]);
+template <bool kPairs = false, Leave kLeave = Leave::kCanonical, class T>
+TBIK_INLINE void store_four(T* p, Four x) {
+  if constexpr (kPairs && __is_same(T, Bf16)) {
+    store_pairs<kLeave>(p, x.a, x.b);
+    store_pairs<kLeave>(p + 2 * kWidth, x.c, x.d);
+  } else if constexpr (__is_same(T, Bf16)) {
+    store_high_halves(p, bf16_high<kLeave>(x.a), bf16_high<kLeave>(x.b));
+    store_high_halves(p + 2 * kWidth, bf16_high<kLeave>(x.c), bf16_high<kLeave>(x.d));
+  } else if constexpr (__is_same(T, F16)) {
+    float wide[kFour];
+    store_vec(wide, x.a);
+    store_vec(wide + kWidth, x.b);
+    store_vec(wide + 2 * kWidth, x.c);
+    store_vec(wide + 3 * kWidth, x.d);
+    for (int64_t i = 0; i < kFour; ++i) p[i] = narrow<F16>(wide[i]);
+  } else {
+    const auto leave = [](float* to, Vec x) {
+      if constexpr (kLeave == Leave::kStreamed) {
+        stream_vec(to, x);
+      } else {
+        store_vec(to, kLeave == Leave::kCalm ? x : canonical(x));
+      }
+    };
+    leave(p, x.a);
+    leave(p + kWidth, x.b);
+    leave(p + 2 * kWidth, x.c);
+    leave(p + 3 * kWidth, x.d);
+  }
 }
 
 // One rounding, NaN canonical.
@@ -111,10 +148,14 @@ TBIK_INLINE To leave(float x) {
   return narrow<To>(x);
 }
 
-template <class To, class F, class... T>
+template <class... T>
+constexpr bool kAllBf16 = (__is_same(T, Bf16) && ...);
+
+template <Leave kLeave = Leave::kCanonical, class To, class F, class... T>
 TBIK_INLINE void map_n(To* __restrict y, int64_t n, F f, const T* __restrict... x) {
+  constexpr bool kPairs = kAllBf16<To, T...>;
   int64_t i = 0;
-  for (; i + kFour <= n; i += kFour) store_four(y + i, f(load_four(x + i)...));
+  for (; i + kFour <= n; i += kFour) store_four<kPairs, kLeave>(y + i, f(load_four<kPairs>(x + i)...));
   for (; i < n; ++i) y[i] = leave<To>(f(widen(x[i])...));
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <new>
 
 namespace tbik {
@@ -35,6 +36,23 @@ void ask_for_huge_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes
   const uintptr_t last = (reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
+}
+
+namespace {
+
+// Linux's own word for it: sysconf gives the sum over the chip, of which a core may use a part.
+int64_t last_level_cache() {
+  std::ifstream size("/sys/devices/system/cpu/cpu0/cache/index3/size");
+  int64_t kibibytes = 0;
+  char unit = 0;
+  return size >> kibibytes >> unit && unit == 'K' ? kibibytes << 10 : 0;
+}
+
+}  // namespace
+
+bool exceeds_caches(int64_t bytes) {
+  static const int64_t largest = last_level_cache();
+  return largest > 0 && bytes >= largest;
 }
 
 }  // namespace tbik

@@ -17,4 +17,8 @@ AlignedBuffer aligned_buffer(int64_t bytes);  // 64-byte aligned; std::bad_alloc
 // are none, nothing happens.
 void ask_for_huge_pages(void* p, int64_t bytes);
 
+// Whether a result of that many bytes, written in order, is gone from every cache before it is read: at least as large
+// as the largest of them. False where the system does not say how large that is.
+bool exceeds_caches(int64_t bytes);
+
 }  // namespace tbik

@@ -2,11 +2,13 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "fpmode.h"
 #include "gemm.h"
+#include "memory.h"
 #include "tree.h"
 
 namespace tbik {
@@ -33,42 +35,154 @@ const Rows& find_rows(const std::string& path) {
 
 namespace {
 
-int64_t strips(const ColumnChains& args) { return (args.length + kTileColumns - 1) / kTileColumns; }
+int64_t strips(const NormGradients& args) { return (args.norm.length + kTileColumns - 1) / kTileColumns; }
+
+// One thread's way through tiles.
+class Tiles {
+ public:
+  Tiles(const NormGradients& args, const Rows& rows)
+      : args_(args), rows_(rows), memory_(aligned_buffer(2 * kTileTokens * kTileColumns * 4)) {}
+
+  // Tokens [token, token + count) of one head and strip; means of row token * heads.
+  void run(int64_t token, int64_t count, int64_t head, int64_t strip, const RowMeans* means, float* leaf,
+           float* ones) const {
+    float* normed = static_cast<float*>(memory_.get());
+    const int64_t column = strip * kTileColumns;
+    const NormTile tile{.row = token * args_.heads + head,
+                        .step = args_.heads,
+                        .count = count,
+                        .column = column,
+                        .width = std::min(kTileColumns, args_.norm.length - column),
+                        .means = means != nullptr ? means + head : nullptr,
+                        .normed = leaf != nullptr ? normed : nullptr,
+                        .wide = normed + kTileTokens * kTileColumns};
+    rows_.norm_tile(args_.norm, tile);
+    if (leaf == nullptr && ones == nullptr) return;
+    const FpFlushScope flush(rows_.hardware_flush);
+    rows_.chain_tile(args_.norm, tile, leaf, ones);
+  }
+
+  // The strip's part of chain `chain` in `values`.
+  float* part(float* values, int64_t chain, int64_t head, int64_t strip) const {
+    if (values == nullptr) return nullptr;
+    return values + (chain * args_.heads + head) * args_.norm.length + strip * kTileColumns;
+  }
+
+  void begin(float* part, int64_t strip) const {
+    if (part != nullptr) std::fill(part, part + width(strip), 0.0f);
+  }
+  void finish(float* part, int64_t strip) const {
+    if (part != nullptr) rows_.finish_chain(args_.norm, part, width(strip));
+  }
+
+ private:
+  int64_t width(int64_t strip) const { return std::min(kTileColumns, args_.norm.length - strip * kTileColumns); }
+
+  const NormGradients& args_;
+  const Rows& rows_;
+  AlignedBuffer memory_;
+};
+
+// Tokens whose rows of x, dy and dx stay in a cache of the second level (512 KiB) between their means and their tiles.
+int64_t tokens_at_once(const NormGradients& args) {
+  constexpr int64_t kElements = 1 << 15;
+  return std::clamp<int64_t>(kElements / std::max<int64_t>(1, args.heads * args.norm.length), 1, kTileTokens);
+}
+
+class Means {
+ public:
+  explicit Means(const NormGradients& args)
+      : args_(args),
+        means_(static_cast<size_t>(tokens_at_once(args) * args.heads)),
+        scratch_(aligned_buffer(norm_scratch(args.norm.length) * 4)) {}
+
+  // Of the rows [first, last), at most those of tokens_at_once.
+  const RowMeans* of(int64_t first, int64_t last, const Rows& rows) {
+    rows.norm_means(args_.norm, first, last, means_.data(), static_cast<float*>(scratch_.get()));
+    return means_.data();
+  }
+
+ private:
+  const NormGradients& args_;
+  std::vector<RowMeans> means_;
+  AlignedBuffer scratch_;
+};
 
 }  // namespace
 
-int64_t column_chain_tasks(const ColumnChains& args, int64_t chains) { return chains * args.heads * strips(args); }
+void finish_stream(const NormArgs& args) {
+  if (args.stream) std::atomic_thread_fence(std::memory_order_seq_cst);
+}
 
-void column_chains(const ColumnChains& args, int64_t first, int64_t last, const Rows& rows) {
+void norm_gradients(const NormGradients& args, int64_t first, int64_t last, const Rows& rows) {
   const FpIeeeScope ieee;
-  std::vector<float> a(static_cast<size_t>(kTileTokens * kTileColumns));
-  std::vector<float> b(args.leaves != nullptr ? a.size() : 0);
+  const Tiles tiles(args, rows);
+  Means means(args);
+  const auto each = [&](const auto& body) {
+    for (int64_t head = 0; head < args.heads; ++head) {
+      for (int64_t strip = 0; strip < strips(args); ++strip) body(head, strip);
+    }
+  };
+  for (int64_t chain = first; chain < last; ++chain) {
+    const auto leaf = [&](int64_t head, int64_t strip) { return tiles.part(args.leaves, chain, head, strip); };
+    const auto ones = [&](int64_t head, int64_t strip) { return tiles.part(args.ones, chain, head, strip); };
+    each([&](int64_t head, int64_t strip) {
+      tiles.begin(leaf(head, strip), strip);
+      tiles.begin(ones(head, strip), strip);
+    });
+    for (int64_t token = args.cuts[chain]; token < args.cuts[chain + 1];) {
+      const int64_t count = std::min(tokens_at_once(args), args.cuts[chain + 1] - token);
+      const RowMeans* of_rows = nullptr;
+      if (args.norm.x.data != nullptr) of_rows = means.of(token * args.heads, (token + count) * args.heads, rows);
+      each([&](int64_t head, int64_t strip) {
+        tiles.run(token, count, head, strip, of_rows, leaf(head, strip), ones(head, strip));
+      });
+      token += count;
+    }
+    each([&](int64_t head, int64_t strip) {
+      tiles.finish(leaf(head, strip), strip);
+      tiles.finish(ones(head, strip), strip);
+    });
+  }
+  finish_stream(args.norm);
+}
+
+void norm_row_means(const NormGradients& args, int64_t first, int64_t last, RowMeans* means, const Rows& rows) {
+  const FpIeeeScope ieee;
+  const AlignedBuffer scratch = aligned_buffer(norm_scratch(args.norm.length) * 4);
+  rows.norm_means(args.norm, first, last, means + first, static_cast<float*>(scratch.get()));
+}
+
+int64_t chain_tasks(const NormGradients& args, int64_t chains) { return chains * args.heads * strips(args); }
+
+void chain_task(const NormGradients& args, int64_t first, int64_t last, const RowMeans* means, const Rows& rows) {
+  const FpIeeeScope ieee;
+  const Tiles tiles(args, rows);
   for (int64_t task = first; task < last; ++task) {
-    const int64_t column = task % strips(args) * kTileColumns;
+    const int64_t strip = task % strips(args);
     const int64_t head = task / strips(args) % args.heads;
     const int64_t chain = task / strips(args) / args.heads;
-    const int64_t width = std::min(kTileColumns, args.length - column);
-    const int64_t at = (chain * args.heads + head) * args.length + column;
-    float* leaf = args.leaves != nullptr ? args.leaves + at : nullptr;
-    float* ones = args.ones != nullptr ? args.ones + at : nullptr;
-    if (leaf != nullptr) std::fill(leaf, leaf + width, 0.0f);
-    if (ones != nullptr) std::fill(ones, ones + width, 0.0f);
+    float* leaf = tiles.part(args.leaves, chain, head, strip);
+    float* ones = tiles.part(args.ones, chain, head, strip);
+    tiles.begin(leaf, strip);
+    tiles.begin(ones, strip);
     for (int64_t token = args.cuts[chain]; token < args.cuts[chain + 1]; token += kTileTokens) {
       const int64_t count = std::min(kTileTokens, args.cuts[chain + 1] - token);
-      const int64_t row = token * args.heads + head;
-      rows.load_tile(a.data(), args.dy, row, args.heads, count, column, width);
-      if (leaf != nullptr) {
-        rows.load_tile(b.data(), args.x, row, args.heads, count, column, width);
-        rows.scale_tile(b.data(), args.r, args.mean, row, args.heads, count, width);
-      }
-      const FpFlushScope flush(rows.hardware_flush);
-      if (leaf != nullptr) rows.chain_columns(leaf, a.data(), b.data(), count, width);
-      if (ones != nullptr) rows.chain_columns(ones, a.data(), nullptr, count, width);
+      tiles.run(token, count, head, strip, means != nullptr ? means + token * args.heads : nullptr, leaf, ones);
     }
-    for (float* acc : {leaf, ones}) {
-      for (int64_t j = 0; acc != nullptr && j < width; ++j) acc[j] = acc[j] + 0.0f;
-    }
+    tiles.finish(leaf, strip);
+    tiles.finish(ones, strip);
   }
+  finish_stream(args.norm);
+}
+
+void norm_dx(const NormGradients& args, int64_t first, int64_t last, const Rows& rows) {
+  NormGradients rows_alone = args;
+  const int64_t cuts[2] = {first, last};
+  rows_alone.heads = 1;
+  rows_alone.cuts = cuts;
+  rows_alone.leaves = rows_alone.ones = nullptr;
+  norm_gradients(rows_alone, 0, 1, rows);
 }
 
 namespace {

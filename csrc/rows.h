@@ -1,8 +1,8 @@
 // Row-wise operators: what one instruction set has to provide, and the choice of the path. Every table gives the same
 // bits; only the speed differs. No torch, no intrinsics.
 //
-// Suffixes: K elements of a row. Mode: IEEE (the caller holds an FpIeeeScope), but for `chain_columns` and
-// `chain_scaled`. Specification: ORDER.md A8, A9, sections C and R.
+// Suffixes: K elements of a row. Mode: IEEE (the caller holds an FpIeeeScope), but for `chain_tile`,
+// `chain_columns` and `chain_scaled`. Specification: ORDER.md A8, A9, sections C and R.
 #pragma once
 
 #include <cstdint>
@@ -40,12 +40,11 @@ struct NormArgs {
   RowsView dy;        // backward only
   const void* w;      // [K] in w_dtype
   const void* bias;   // alike, or null
-  DType w_dtype;      // fp32; forward also bf16
-  void* y;            // forward: y; backward: dx
+  DType w_dtype;      // fp32 or bf16; backward bf16 only where x, dy, residual and dx are bf16
+  void* y;            // forward: y; backward: dx, or null
   DType y_dtype;
-  void* sum;                 // forward with residual: x + residual, in the dtype of x
-  const float* stored_r;     // backward: of every row, or null
-  const float* stored_mean;  // with stored_r, if centered
+  bool stream;  // y is fp32, its rows begin at 64-byte boundaries, and no cache will hold it
+  void* sum;    // forward with residual: x + residual, in the dtype of x
 };
 
 enum class Activation : uint8_t { kSilu, kGelu };
@@ -91,6 +90,27 @@ struct DropoutArgs {
   DType y_dtype;
 };
 
+// Of one row: r and mean as in the forward, c1 = row_sum(g) / K (centered, else 0), c = row_sum(g n) / K.
+struct RowMeans {
+  float r;
+  float mean;
+  float c1;
+  float c;
+};
+
+// Rows row, row + step, ... (count of them, at most kTileTokens), columns [column, column + width), width at most
+// kTileColumns, of a norm's backward.
+struct NormTile {
+  int64_t row;
+  int64_t step;
+  int64_t count;
+  int64_t column;
+  int64_t width;
+  const RowMeans* means;  // of `row`; of the next at + step
+  float* normed;          // [count][width], in the path's order of columns; null: not wanted
+  float* wide;            // alike: memory for dy where it has to be converted
+};
+
 inline constexpr int64_t kTokensPerBlock = 512;  // tokens of one chain of a parameter gradient (ORDER.md S1)
 inline constexpr int64_t kTileTokens = 16;
 inline constexpr int64_t kTileColumns = 256;
@@ -114,9 +134,15 @@ struct Rows {
 
   // Rows [first, last). `scratch`: norm_scratch(K) floats.
   void (*norm_forward)(const NormArgs& args, int64_t first, int64_t last, float* scratch);
-  void (*norm_backward)(const NormArgs& args, int64_t first, int64_t last, float* scratch);
-  // r[row] and, if centered, mean[row].
-  void (*norm_statistics)(const NormArgs& args, int64_t first, int64_t last, float* r, float* mean, float* scratch);
+  // means[i] of row first + i; c1 and c where dx (args.y) is wanted, else 0.
+  void (*norm_means)(const NormArgs& args, int64_t first, int64_t last, RowMeans* means, float* scratch);
+  // dx (args.y) and tile.normed, where wanted; tile.wide where chain_tile will read it.
+  void (*norm_tile)(const NormArgs& args, const NormTile& tile);
+  // acc[j] = fma(dy[i][j], normed[i][j], acc[j]) and ones[j] = fma(dy[i][j], 1, ones[j]) for the rows i of the tile in
+  // order; null: not wanted. The order of j is the path's until finish_chain. The mode is the caller's business.
+  void (*chain_tile)(const NormArgs& args, const NormTile& tile, float* acc, float* ones);
+  // acc[j] = acc[j] + (+0.0), j in order.
+  void (*finish_chain)(const NormArgs& args, float* acc, int64_t width);
   void (*activation)(const ActivationArgs& args, int64_t first, int64_t last);
   void (*activation_backward)(const ActivationArgs& args, int64_t first, int64_t last);
   // Tokens [first, last). `scratch`: rope_scratch(args) floats.
@@ -126,9 +152,6 @@ struct Rows {
   // dst[i][j] = fp32 of element `column + j` of row `row + i * step`, for i < count, j < width.
   void (*load_tile)(float* dst, const RowsView& x, int64_t row, int64_t step, int64_t count, int64_t column,
                     int64_t width);
-  // tile[i][j] = (tile[i][j] - mean[row + i * step]) * r[...]; mean may be null.
-  void (*scale_tile)(float* tile, const float* r, const float* mean, int64_t row, int64_t step, int64_t count,
-                     int64_t width);
   // values[leaf * stride + row] = sum of the elements [cuts[leaf], cuts[leaf + 1]) of a row; rows [first, last).
   // `scratch`: cuts[leaves] - cuts[0] + sum_blocks(...) + 16 floats.
   void (*sum_leaves)(float* values, const RowsView& x, int64_t first, int64_t last, int64_t stride, const int64_t* cuts,
@@ -146,25 +169,30 @@ struct Rows {
   void (*sum_inputs)(void* dst, DType dtype, const void* const* inputs, int64_t n, int64_t begin, int64_t end);
 };
 
-constexpr int64_t norm_scratch(int64_t length) { return 3 * (length + 16) + sum_blocks(length) + 16; }
+constexpr int64_t norm_scratch(int64_t length) { return 2 * (length + 16) + 2 * sum_blocks(length) + 16; }
 constexpr int64_t rope_scratch(const RopeArgs& args) { return 2 * args.dim + args.rotary; }
 
-// The chains of parameter gradients (ORDER.md S1): chain c adds the tokens [cuts[c], cuts[c + 1]) of
-// dy[t, j] * b[t, j], b = normalised x or 1. Results: [chains][heads * K], finished by + (+0.0).
-struct ColumnChains {
-  int64_t length;  // K
-  int64_t heads;   // row (token, head) is row token * heads + head
-  RowsView dy;
-  RowsView x;         // with leaves
-  const float* r;     // of every row, with x
-  const float* mean;  // or null
+// Backward of norms (ORDER.md R1-R3, S1): dx, where norm.y is given, and chains of parameter gradients. Chain c adds
+// the tokens [cuts[c], cuts[c + 1]) of dy[t, j] * b[t, j], b = normalised x (leaves) or 1 (ones): [chains][heads * K],
+// finished by + (+0.0); null: not wanted.
+struct NormGradients {
+  NormArgs norm;  // x with dx or leaves
+  int64_t heads;  // row (token, head) is row token * heads + head
   const int64_t* cuts;
-  float* leaves;  // of dy * x; null: not wanted
-  float* ones;    // alike, of dy * 1; null: not wanted
+  float* leaves;
+  float* ones;
 };
-// Tasks [first, last) of column_chain_tasks(args, chains).
-int64_t column_chain_tasks(const ColumnChains& args, int64_t chains);
-void column_chains(const ColumnChains& args, int64_t first, int64_t last, const Rows& rows);
+// After streamed results, before other threads may look: stores past the caches are ordered by a fence only.
+void finish_stream(const NormArgs& args);
+// Chains [first, last) and dx of their tokens, in one reading of x and dy.
+void norm_gradients(const NormGradients& args, int64_t first, int64_t last, const Rows& rows);
+// The same in parts, for more threads than chains: means of the rows [first, last), then tasks [first, last) of
+// chain_tasks(args, chains), each a chain of a strip of columns.
+void norm_row_means(const NormGradients& args, int64_t first, int64_t last, RowMeans* means, const Rows& rows);
+int64_t chain_tasks(const NormGradients& args, int64_t chains);
+void chain_task(const NormGradients& args, int64_t first, int64_t last, const RowMeans* means, const Rows& rows);
+// dx alone, of rows [first, last).
+void norm_dx(const NormGradients& args, int64_t first, int64_t last, const Rows& rows);
 
 // The gradient of the embedding rows that occur (ORDER.md R7). order: the tokens sorted by row, ties by position; row u
 // has tokens order[begin[u], begin[u + 1]). values: [u][K].

@@ -25,6 +25,13 @@ constexpr int kWidth = 8;
 namespace {
 // One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only the chains may use it.
 inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline __attribute__((always_inline)) __m256 fma_flushed(__m256 a, __m256 b, __m256 c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+// fma(a, 1, c)
+inline __attribute__((always_inline)) __m256 add_flushed(__m256 a, __m256 c) { return a + c; }
+
+inline __attribute__((always_inline)) void stream_vec(float* p, __m256 x) { _mm256_stream_ps(p, x); }
 
 inline __attribute__((always_inline)) __m256 floor_vec(__m256 x) { return _mm256_floor_ps(x); }
 

@@ -26,6 +26,13 @@ constexpr int kWidth = 16;
 namespace {
 // One step of a leaf chain; the caller has FTZ and DAZ on (ORDER.md A2). Only the chains may use it.
 inline float fma_flushed(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline __attribute__((always_inline)) __m512 fma_flushed(__m512 a, __m512 b, __m512 c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+// fma(a, 1, c)
+inline __attribute__((always_inline)) __m512 add_flushed(__m512 a, __m512 c) { return a + c; }
+
+inline __attribute__((always_inline)) void stream_vec(float* p, __m512 x) { _mm512_stream_ps(p, x); }
 
 inline __attribute__((always_inline)) __m512 floor_vec(__m512 x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

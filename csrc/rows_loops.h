@@ -4,7 +4,7 @@
 // guard on purpose; internal linkage.
 //
 // Formulas: ORDER.md, section R. Rows are taken to fp32 exactly, computed in fp32, and rounded once when they are
-// stored. Mode: IEEE (csrc/fpmode.h), never fused, but for chain_columns and chain_scaled.
+// stored. Mode: IEEE (csrc/fpmode.h), never fused, but for chain_tile, chain_columns and chain_scaled.
 
 #include "elementary.h"
 #include "four.h"
@@ -61,6 +61,13 @@ inline const float* load_row(const RowsView& x, int64_t row, int64_t n, float* b
   return buffer;
 }
 
+inline const float* load_part(const RowsView& x, const char* row, int64_t first, int64_t n, float* buffer) {
+  const char* src = row + first * bytes_of(x.dtype);
+  if (x.dtype == DType::kFloat32) return reinterpret_cast<const float*>(src);
+  load(buffer, src, x.dtype, n);
+  return buffer;
+}
+
 template <class To>
 inline void store_n(void* dst, const float* x, int64_t n) {
   map_n(static_cast<To*>(dst), n, [](auto v) { return v; }, x);
@@ -82,29 +89,79 @@ inline void with_type(DType dtype, const F& f) {
 
 // --- R1, R2, R3: norms ----------------------------------------------------------------------------------------------
 
+// Asks for the lines of p's elements [i, i + 16): a row that the next pass needs, so that memory works while this one
+// computes.
+template <class T>
+TBIK_INLINE void ask_for(const T* p, int64_t i) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  if (i % kLine == 0) __builtin_prefetch(p + i);
+}
+
+// The terms of a row's sum, asking for the same elements of another row.
+template <class Term, class T>
+struct AskingTerms : TermsOf<Term, T> {
+  const T* other;
+  __attribute__((always_inline)) void lanes(int64_t i, Lanes* out) const {
+    ask_for(other, i);
+    TermsOf<Term, T>::lanes(i, out);
+  }
+};
+
 struct Statistics {
   float r;
   float mean;
 };
 
-// x: fp32 or bf16 (whose conversion is one shift, cheaper than a pass over memory).
-template <class T>
-inline Statistics statistics(const NormArgs& args, const T* x, float* sums) {
-  const int64_t n = args.length;
+// x: fp32 or bf16 (whose conversion is one or two instructions, cheaper than a pass over memory). SquareTerms:
+// TermsOf or AskingTerms, with what it asks for.
+template <template <class, class> class SquareTerms = TermsOf, class T, class... Other>
+inline Statistics statistics(bool centered, int64_t n, float eps, const T* x, float* sums, Other... other) {
   const float count = static_cast<float>(n);
   float mean = 0.0f;
   float root;
-  if (args.centered) {
+  if (centered) {
     mean = row_sum<Single>(x, x, n, sums) / count;
-    root = row_sum(x, x, n, sums, CentredSquare{mean});
+    row_sums(SquareTerms<CentredSquare, T>{{x, x, {mean}}, other...}, n, sums, &root);
   } else {
-    root = row_sum<Square>(x, x, n, sums);
+    row_sums(SquareTerms<Square, T>{{x, x, {}}, other...}, n, sums, &root);
   }
-  return {1.0f / __builtin_sqrtf(root / count + args.eps), mean};
+  return {1.0f / __builtin_sqrtf(root / count + eps), mean};
+}
+
+template <class T>
+inline bool all_finite(const T* x, int64_t n) {
+  uint32_t special = 0;
+  for (int64_t i = 0; i < n; ++i) special |= (bits(widen(x[i])) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+  return special == 0;
+}
+
+// 1/r^2 is the mean of finite squares, so every element is finite and at most 2^64 away from the mean, and times r at
+// most 2^124: where w and bias are finite, too, no operation of a row gives NaN.
+inline bool is_calm(Statistics s) { return s.r > 0.0f && s.r <= 0x1p60f && s.mean - s.mean == 0.0f; }
+
+template <class To>
+inline Leave leave_of(bool calm, bool stream) {
+  if (!calm) return Leave::kCanonical;
+  return stream && __is_same(To, float) ? Leave::kStreamed : Leave::kCalm;
+}
+
+template <Leave kHow>
+struct How {
+  static constexpr Leave kLeave = kHow;
+};
+
+// f(How<leave>{}); only fp32 is streamed.
+template <class To, class F>
+inline void with_leave(Leave leave, const F& f) {
+  if constexpr (__is_same(To, float)) {
+    if (leave == Leave::kStreamed) return f(How<Leave::kStreamed>{});
+  }
+  if (leave == Leave::kCalm) return f(How<Leave::kCalm>{});
+  f(How<Leave::kCanonical>{});
 }
 
 // y = ((x - mean) r) w + bias
-template <class To, class T, class W>
+template <Leave kLeave, class To, class T, class W>
 inline void norm_leave(const NormArgs& args, To* y, const T* x, Statistics s) {
   const W* w = static_cast<const W*>(args.w);
   const W* bias = static_cast<const W*>(args.bias);
@@ -112,26 +169,23 @@ inline void norm_leave(const NormArgs& args, To* y, const T* x, Statistics s) {
   const float mean = s.mean;
   if (args.centered) {
     if (bias != nullptr) {
-      map_n(y, args.length, [=](auto x, auto w, auto b) { return ((x - mean) * r) * w + b; }, x, w, bias);
+      map_n<kLeave>(y, args.length, [=](auto x, auto w, auto b) { return ((x - mean) * r) * w + b; }, x, w, bias);
     } else {
-      map_n(y, args.length, [=](auto x, auto w) { return ((x - mean) * r) * w; }, x, w);
+      map_n<kLeave>(y, args.length, [=](auto x, auto w) { return ((x - mean) * r) * w; }, x, w);
     }
   } else {
-    map_n(y, args.length, [=](auto x, auto w) { return (x * r) * w; }, x, w);
+    map_n<kLeave>(y, args.length, [=](auto x, auto w) { return (x * r) * w; }, x, w);
   }
 }
 
-template <class To, class T>
-inline void norm_row(const NormArgs& args, To* y, const T* x, float* sums) {
-  const Statistics s = statistics(args, x, sums);
-  if (args.w_dtype == DType::kBFloat16) return norm_leave<To, T, Bf16>(args, y, x, s);
-  norm_leave<To, T, float>(args, y, x, s);
-}
-
-template <class T>
+template <class W, class T>
 inline void norm_rows(const NormArgs& args, int64_t first, int64_t last, float* scratch) {
   const int64_t n = args.length;
   float* sums = scratch + n + 16;
+  const W* w = static_cast<const W*>(args.w);
+  const W* bias = static_cast<const W*>(args.bias);
+  constexpr int64_t kWorthwhile = 4;  // rows for which a reading of w pays
+  const bool finite = last - first >= kWorthwhile && all_finite(w, n) && (bias == nullptr || all_finite(bias, n));
   for (int64_t row = first; row < last; ++row) {
     const T* x = reinterpret_cast<const T*>(row_at(args.x, row));
     if (args.residual.data != nullptr) {
@@ -143,100 +197,309 @@ inline void norm_rows(const NormArgs& args, int64_t first, int64_t last, float* 
     }
     T* y = static_cast<T*>(args.y) + row * n;
     if constexpr (__is_same(T, F16)) {
+      const float* wide = scratch;
       widen_n<F16>(scratch, reinterpret_cast<const char*>(x), n);
-      norm_row(args, y, static_cast<const float*>(scratch), sums);
+      norm_leave<Leave::kCanonical, T, float, W>(args, y, wide, statistics(args.centered, n, args.eps, wide, sums));
     } else {
-      norm_row(args, y, x, sums);
+      const Statistics s = statistics(args.centered, n, args.eps, x, sums);
+      const Leave leave = leave_of<T>(finite && is_calm(s), args.stream);
+      with_leave<T>(leave, [&](auto how) { norm_leave<decltype(how)::kLeave, T, T, W>(args, y, x, s); });
     }
   }
 }
 
 void norm_forward(const NormArgs& args, int64_t first, int64_t last, float* scratch) {
-  with_type(args.x.dtype, [&](auto t) { norm_rows<decltype(t)>(args, first, last, scratch); });
+  with_type(args.x.dtype, [&](auto t) {
+    using T = decltype(t);
+    if (args.w_dtype == DType::kBFloat16) return norm_rows<Bf16, T>(args, first, last, scratch);
+    norm_rows<float, T>(args, first, last, scratch);
+  });
 }
 
-// Of a row of any type; `wide`: memory for it in fp32.
-inline Statistics statistics_of(const NormArgs& args, int64_t row, float* wide, float* sums) {
-  if (args.x.dtype == DType::kBFloat16) {
-    return statistics(args, reinterpret_cast<const Bf16*>(row_at(args.x, row)), sums);
-  }
-  return statistics(args, load_row(args.x, row, args.length, wide), sums);
-}
-
-void norm_statistics(const NormArgs& args, int64_t first, int64_t last, float* r, float* mean, float* scratch) {
-  for (int64_t row = first; row < last; ++row) {
-    const Statistics s = statistics_of(args, row, scratch, scratch + args.length + 16);
-    r[row] = s.r;
-    if (args.centered) mean[row] = s.mean;
-  }
-}
-
-template <class T, class W>
-inline void norm_terms(const NormArgs& args, float* __restrict normed, float* __restrict g, const T* __restrict x,
-                       const T* __restrict dy, const W* __restrict w, Statistics s) {
-  const int64_t n = args.length;
-  if (args.centered) {
-    for (int64_t i = 0; i < n; ++i) normed[i] = (widen(x[i]) - s.mean) * s.r;
-  } else {
-    for (int64_t i = 0; i < n; ++i) normed[i] = widen(x[i]) * s.r;
-  }
-  for (int64_t i = 0; i < n; ++i) g[i] = widen(dy[i]) * widen(w[i]);
-}
-
-template <class To, class R>
-inline void norm_dx_leave(To* dx, const float* g, const float* normed, const R* residual, float c1, float c, float r,
-                          bool centered, int64_t n) {
-  if (centered) {
-    map_n(dx, n, [=](auto g, auto x) { return ((g - c1) - x * c) * r; }, g, normed);
-  } else if (residual != nullptr) {
-    map_n(dx, n, [=](auto g, auto x, auto h) { return (g - x * c) * r + h; }, g, normed, residual);
-  } else {
-    map_n(dx, n, [=](auto g, auto x) { return (g - x * c) * r; }, g, normed);
-  }
-}
-
-void norm_backward(const NormArgs& args, int64_t first, int64_t last, float* scratch) {
-  const int64_t n = args.length;
-  const float count = static_cast<float>(n);
-  float* normed = scratch;
-  float* g = normed + n + 16;
-  float* third = g + n + 16;
-  float* sums = third + n + 16;
-  for (int64_t row = first; row < last; ++row) {
-    Statistics s;
-    if (args.stored_r != nullptr) {
-      s = {args.stored_r[row], args.centered ? args.stored_mean[row] : 0.0f};
-    } else {
-      s = statistics_of(args, row, third, sums);
+// The terms of row_sum(g n) and, centered, row_sum(g); g = dy w, n = (x - mean) r.
+template <class T, bool kCentered>
+struct GradientTerms {
+  static constexpr int kSums = kCentered ? 2 : 1;
+  using Element = T;
+  const T* x;
+  const T* dy;
+  const T* w;
+  const T* ahead;
+  float r;
+  float mean;
+  __attribute__((always_inline)) void lanes(int64_t i, Lanes* out) const {
+    ask_for(ahead, i);
+    const Lanes a = load_lanes(x + i);
+    const Lanes b = load_lanes(dy + i);
+    const Lanes c = load_lanes(w + i);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec n = kCentered ? (a.v[v] - mean) * r : a.v[v] * r;
+      const Vec g = b.v[v] * c.v[v];
+      out[0].v[v] = g * n;
+      if constexpr (kCentered) out[1].v[v] = g;
     }
-    const float* w = static_cast<const float*>(args.w);
-    if (args.x.dtype == DType::kBFloat16 && args.dy.dtype == DType::kBFloat16) {
-      const Bf16* x = reinterpret_cast<const Bf16*>(row_at(args.x, row));
-      norm_terms(args, normed, g, x, reinterpret_cast<const Bf16*>(row_at(args.dy, row)), w, s);
-    } else {
-      const float* x = load_row(args.x, row, n, third);
-      norm_terms(args, normed, g, x, load_row(args.dy, row, n, g), w, s);
-    }
-    const float c1 = args.centered ? row_sum<Single>(g, g, n, sums) / count : 0.0f;
-    const float c = row_sum<Product>(g, normed, n, sums) / count;
-    const float* residual = args.residual.data != nullptr ? load_row(args.residual, row, n, third) : nullptr;
-    char* dx = static_cast<char*>(args.y) + row * n * bytes_of(args.y_dtype);
-    with_type(args.y_dtype, [&](auto t) {
-      norm_dx_leave(reinterpret_cast<decltype(t)*>(dx), g, normed, residual, c1, c, s.r, args.centered, n);
-    });
   }
+  __attribute__((always_inline)) void one(int64_t i, float* out) const {
+    const float n = kCentered ? (widen(x[i]) - mean) * r : widen(x[i]) * r;
+    const float g = widen(dy[i]) * widen(w[i]);
+    out[0] = g * n;
+    if constexpr (kCentered) out[1] = g;
+  }
+};
+
+// Whether x, dy, w and, where it is wanted, dx have the type T: rows are then read where they stand.
+template <class T>
+inline bool all_are(const NormArgs& args) {
+  constexpr DType kType = __is_same(T, Bf16) ? DType::kBFloat16 : DType::kFloat32;
+  const auto is = [&](const void* data, DType dtype) { return data == nullptr || dtype == kType; };
+  return is(args.x.data, args.x.dtype) && is(args.dy.data, args.dy.dtype) && is(args.w, args.w_dtype) &&
+         is(args.y, args.y_dtype) && is(args.residual.data, args.residual.dtype);
+}
+
+template <bool kCentered, class T>
+inline RowMeans means_of(const NormArgs& args, const T* x, const T* dy, const T* w, const T* ahead, float* sums) {
+  const int64_t n = args.length;
+  const Statistics s = statistics<AskingTerms>(kCentered, n, args.eps, x, sums, dy);
+  RowMeans means{s.r, s.mean, 0.0f, 0.0f};
+  if (args.y != nullptr) {
+    const float count = static_cast<float>(n);
+    float roots[2] = {};
+    row_sums(GradientTerms<T, kCentered>{x, dy, w, ahead, s.r, s.mean}, n, sums, roots);
+    means.c = roots[0] / count;
+    if (kCentered) means.c1 = roots[1] / count;
+  }
+  return means;
+}
+
+template <bool kCentered>
+inline void norm_means_rows(const NormArgs& args, int64_t first, int64_t last, RowMeans* means, float* scratch) {
+  const int64_t n = args.length;
+  float* wide_x = scratch;
+  float* wide_dy = wide_x + n + 16;
+  float* sums = wide_dy + n + 16;
+  for (int64_t row = first; row < last; ++row, ++means) {
+    const auto in_place = [&](auto t) {
+      using T = decltype(t);
+      const T* x = reinterpret_cast<const T*>(row_at(args.x, row));
+      const T* dy = reinterpret_cast<const T*>(row_at(args.dy, row));
+      // A streamed dx must not be in a cache; memory then fetches the next row, which need not be there.
+      const bool cached = args.y != nullptr && !args.stream;
+      const T* ahead =
+          cached ? static_cast<const T*>(args.y) + row * n : reinterpret_cast<const T*>(row_at(args.x, row + 1));
+      *means = means_of<kCentered>(args, x, dy, static_cast<const T*>(args.w), ahead, sums);
+    };
+    if (all_are<Bf16>(args)) {
+      in_place(Bf16{});
+    } else if (all_are<float>(args)) {
+      in_place(float{});
+    } else {
+      const float* dy = load_row(args.dy, row, n, wide_dy);
+      *means =
+          means_of<kCentered>(args, load_row(args.x, row, n, wide_x), dy, static_cast<const float*>(args.w), dy, sums);
+    }
+  }
+}
+
+void norm_means(const NormArgs& args, int64_t first, int64_t last, RowMeans* means, float* scratch) {
+  (args.centered ? norm_means_rows<true> : norm_means_rows<false>)(args, first, last, means, scratch);
+}
+
+// n = (x - mean) r and dx = ((g - c1) - n c) r + residual of a part of one row. kN, kDx: whether they are wanted. The
+// lanes of n lie as load_four<true> has them.
+template <class T, bool kCentered, bool kN, bool kDx, Leave kLeave>
+inline void norm_part(T* __restrict dx, float* __restrict n, const T* __restrict x, const T* __restrict dy,
+                      const T* __restrict w, const T* __restrict residual, RowMeans s, int64_t count) {
+  constexpr bool kPairs = kAllBf16<T>;
+  const auto normed = [=](auto x) { return kCentered ? (x - s.mean) * s.r : x * s.r; };
+  const auto gradient = [=](auto dy, auto w, auto n) {
+    const auto g = dy * w;
+    return ((kCentered ? g - s.c1 : g) - n * s.c) * s.r;
+  };
+  int64_t i = 0;
+  for (; i + kFour <= count; i += kFour) {
+    const Four v = normed(load_four<kPairs>(x + i));
+    if constexpr (kN) {
+      store_vec(n + i, v.a);
+      store_vec(n + i + kWidth, v.b);
+      store_vec(n + i + 2 * kWidth, v.c);
+      store_vec(n + i + 3 * kWidth, v.d);
+    }
+    if constexpr (kDx) {
+      Four d = gradient(load_four<kPairs>(dy + i), load_four<kPairs>(w + i), v);
+      if constexpr (kLeave == Leave::kCanonical) {
+        if (residual != nullptr) d = d + load_four<kPairs>(residual + i);
+      }
+      store_four<kPairs, kLeave>(dx + i, d);
+    }
+  }
+  for (; i < count; ++i) {
+    const float v = normed(widen(x[i]));
+    if constexpr (kN) n[i] = v;
+    if constexpr (kDx) {
+      float d = gradient(widen(dy[i]), widen(w[i]), v);
+      if (residual != nullptr) d = d + widen(residual[i]);
+      dx[i] = leave<T>(d);
+    }
+  }
+}
+
+template <bool kCentered, class T>
+inline void norm_part_of(bool stream, T* dx, float* n, const T* x, const T* dy, const T* w, const T* residual,
+                         RowMeans s, int64_t count) {
+  if (dx == nullptr) {
+    return norm_part<T, kCentered, true, false, Leave::kCalm>(dx, n, x, dy, w, residual, s, count);
+  }
+  // c is the sum of all g n, so they are finite; c1 is too small to make g infinite, n c is subtracted once: no NaN.
+  const auto small = [](float c) { return c <= 0x1p60f && c >= -0x1p60f; };
+  const bool calm = residual == nullptr && is_calm({s.r, s.mean}) && small(s.c) && small(s.c1);
+  with_leave<T>(leave_of<T>(calm, stream), [&](auto how) {
+    constexpr Leave kLeave = decltype(how)::kLeave;
+    if (n == nullptr) return norm_part<T, kCentered, false, true, kLeave>(dx, n, x, dy, w, residual, s, count);
+    norm_part<T, kCentered, true, true, kLeave>(dx, n, x, dy, w, residual, s, count);
+  });
+}
+
+template <class T>
+inline const T* part_at(const RowsView& x, int64_t row, int64_t column) {
+  return x.data != nullptr ? reinterpret_cast<const T*>(row_at(x, row)) + column : nullptr;
+}
+
+template <bool kCentered, class T>
+inline void norm_tile_of(const NormArgs& args, const NormTile& tile) {
+  const T* w = static_cast<const T*>(args.w);
+  for (int64_t i = 0; i < tile.count; ++i) {
+    const int64_t row = tile.row + i * tile.step;
+    T* dx = args.y != nullptr ? static_cast<T*>(args.y) + row * args.length + tile.column : nullptr;
+    float* normed = tile.normed != nullptr ? tile.normed + i * tile.width : nullptr;
+    norm_part_of<kCentered>(args.stream, dx, normed, part_at<T>(args.x, row, tile.column),
+                            part_at<T>(args.dy, row, tile.column), w != nullptr ? w + tile.column : nullptr,
+                            part_at<T>(args.residual, row, tile.column), tile.means[i * tile.step], tile.width);
+  }
+}
+
+// Operands of several types, or fp16: in fp32 first.
+template <bool kCentered>
+inline void norm_tile_mixed(const NormArgs& args, const NormTile& tile) {
+  float x[kTileColumns];
+  float dx[kTileColumns];
+  float residual[kTileColumns];
+  const float* w = static_cast<const float*>(args.w);
+  const auto part = [&](const RowsView& rows, int64_t row, float* buffer) -> const float* {
+    if (rows.data == nullptr) return nullptr;
+    return load_part(rows, row_at(rows, row), tile.column, tile.width, buffer);
+  };
+  for (int64_t i = 0; i < tile.count; ++i) {
+    const int64_t row = tile.row + i * tile.step;
+    const float* dy = part(args.dy, row, tile.wide + i * tile.width);
+    if (args.y == nullptr && tile.normed == nullptr) continue;
+    float* normed = tile.normed != nullptr ? tile.normed + i * tile.width : nullptr;
+    norm_part_of<kCentered>(false, args.y != nullptr ? dx : nullptr, normed, part(args.x, row, x), dy,
+                            w != nullptr ? w + tile.column : nullptr, part(args.residual, row, residual),
+                            tile.means[i * tile.step], tile.width);
+    if (args.y == nullptr) continue;
+    store(static_cast<char*>(args.y) + (row * args.length + tile.column) * bytes_of(args.y_dtype), args.y_dtype, dx,
+          tile.width);
+  }
+}
+
+template <bool kCentered>
+inline void norm_tile_any(const NormArgs& args, const NormTile& tile) {
+  const bool wanted = args.y != nullptr || tile.normed != nullptr;
+  if (all_are<Bf16>(args)) return wanted ? norm_tile_of<kCentered, Bf16>(args, tile) : void();
+  if (all_are<float>(args)) return wanted ? norm_tile_of<kCentered, float>(args, tile) : void();
+  norm_tile_mixed<kCentered>(args, tile);
+}
+
+void norm_tile(const NormArgs& args, const NormTile& tile) {
+  (args.centered ? norm_tile_any<true> : norm_tile_any<false>)(args, tile);
+}
+
+// acc += dy n, ones += dy, row after row; the caller has FTZ and DAZ on where the path needs them.
+template <bool kN, bool kOnes, class T>
+__attribute__((noinline)) void chain_part(float* __restrict acc, float* __restrict ones, const float* __restrict n,
+                                          const T* const* dy, int64_t count, int64_t width) {
+  constexpr bool kPairs = kAllBf16<T>;
+  int64_t j = 0;
+  for (; j + kFour <= width; j += kFour) {
+    Four a{};
+    Four b{};
+    if constexpr (kN) a = load_four(acc + j);
+    if constexpr (kOnes) b = load_four(ones + j);
+    for (int64_t i = 0; i < count; ++i) {
+      const Four d = load_four<kPairs>(dy[i] + j);
+      if constexpr (kN) {
+        const float* p = n + i * width + j;
+        a = {fma_flushed(d.a, load_vec(p), a.a), fma_flushed(d.b, load_vec(p + kWidth), a.b),
+             fma_flushed(d.c, load_vec(p + 2 * kWidth), a.c), fma_flushed(d.d, load_vec(p + 3 * kWidth), a.d)};
+      }
+      if constexpr (kOnes) {
+        b = {add_flushed(d.a, b.a), add_flushed(d.b, b.b), add_flushed(d.c, b.c), add_flushed(d.d, b.d)};
+      }
+    }
+    const auto keep = [j](float* to, Four x) {
+      store_vec(to + j, x.a);
+      store_vec(to + j + kWidth, x.b);
+      store_vec(to + j + 2 * kWidth, x.c);
+      store_vec(to + j + 3 * kWidth, x.d);
+    };
+    if constexpr (kN) keep(acc, a);
+    if constexpr (kOnes) keep(ones, b);
+  }
+  for (; j < width; ++j) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float d = widen(dy[i][j]);
+      if constexpr (kN) acc[j] = fma_flushed(d, n[i * width + j], acc[j]);
+      if constexpr (kOnes) ones[j] = fma_flushed(d, 1.0f, ones[j]);
+    }
+  }
+}
+
+template <class T>
+inline void chain_tile_of(const T* const* dy, const NormTile& tile, float* acc, float* ones) {
+  if (acc != nullptr && ones != nullptr) {
+    chain_part<true, true>(acc, ones, tile.normed, dy, tile.count, tile.width);
+  } else if (acc != nullptr) {
+    chain_part<true, false>(acc, ones, tile.normed, dy, tile.count, tile.width);
+  } else {
+    chain_part<false, true>(acc, ones, tile.normed, dy, tile.count, tile.width);
+  }
+}
+
+void chain_tile(const NormArgs& args, const NormTile& tile, float* acc, float* ones) {
+  const Bf16* pairs[kTileTokens];
+  const float* wide[kTileTokens];
+  const bool paired = all_are<Bf16>(args);
+  for (int64_t i = 0; i < tile.count; ++i) {
+    const int64_t row = tile.row + i * tile.step;
+    if (paired) {
+      pairs[i] = part_at<Bf16>(args.dy, row, tile.column);
+    } else if (args.dy.dtype == DType::kFloat32) {
+      wide[i] = part_at<float>(args.dy, row, tile.column);
+    } else {
+      wide[i] = tile.wide + i * tile.width;
+    }
+  }
+  if (paired) return chain_tile_of<Bf16>(pairs, tile, acc, ones);
+  chain_tile_of<float>(wide, tile, acc, ones);
+}
+
+void finish_chain(const NormArgs& args, float* acc, int64_t width) {
+  if (all_are<Bf16>(args)) {
+    for (int64_t j = 0; j + kFour <= width; j += kFour) {
+      float lanes[kFour];
+      __builtin_memcpy(lanes, acc + j, sizeof(lanes));
+      for (int64_t i = 0; i < kFour; ++i) {
+        acc[j + i] = lanes[i / (2 * kWidth) * (2 * kWidth) + i % 2 * kWidth + i % (2 * kWidth) / 2];
+      }
+    }
+  }
+  for (int64_t j = 0; j < width; ++j) acc[j] = acc[j] + 0.0f;
 }
 
 // --- R5, R6: activations --------------------------------------------------------------------------------------------
 
 constexpr int64_t kChunk = 512;
-
-inline const float* load_part(const RowsView& x, const char* row, int64_t first, int64_t n, float* buffer) {
-  const char* src = row + first * bytes_of(x.dtype);
-  if (x.dtype == DType::kFloat32) return reinterpret_cast<const float*>(src);
-  load(buffer, src, x.dtype, n);
-  return buffer;
-}
 
 // Whether every |x_i| <= limit; false where there is a NaN. Integers order magnitudes.
 inline bool all_within(const float* x, int64_t n, float limit) {
@@ -332,10 +595,10 @@ inline void activate_backward_near(T* __restrict dgate, T* __restrict dup, const
   }
   int64_t i = 0;
   for (; i + kFour <= n; i += kFour) {
-    const elementary::Activation<Four> f = activated_near<kind>(load_four(gate + i));
-    const Four d = load_four(dy + i);
-    store_four(dup + i, d * f.value);
-    store_four(dgate + i, (d * load_four(up + i)) * f.slope);
+    const elementary::Activation<Four> f = activated_near<kind>(load_four<true>(gate + i));
+    const Four d = load_four<true>(dy + i);
+    store_four<true>(dup + i, d * f.value);
+    store_four<true>(dgate + i, (d * load_four<true>(up + i)) * f.slope);
   }
   for (; i < n; ++i) {
     const elementary::Activation<float> f = activated_near<kind>(widen(gate[i]));
@@ -586,20 +849,6 @@ void load_tile(float* dst, const RowsView& x, int64_t row, int64_t step, int64_t
   }
 }
 
-void scale_tile(float* tile, const float* r, const float* mean, int64_t row, int64_t step, int64_t count,
-                int64_t width) {
-  for (int64_t i = 0; i < count; ++i) {
-    float* x = tile + i * width;
-    const float scale = r[row + i * step];
-    if (mean != nullptr) {
-      const float m = mean[row + i * step];
-      for (int64_t j = 0; j < width; ++j) x[j] = (x[j] - m) * scale;
-    } else {
-      for (int64_t j = 0; j < width; ++j) x[j] = x[j] * scale;
-    }
-  }
-}
-
 __attribute__((noinline)) void chain_columns(float* acc, const float* a, const float* b, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; ++i, a += width) {
     if (b != nullptr) {
@@ -654,14 +903,15 @@ constexpr Rows make_rows(const char* name, bool hardware_flush) {
           .row_sum = sum_of_row,
           .row_max = max_of_row,
           .norm_forward = norm_forward,
-          .norm_backward = norm_backward,
-          .norm_statistics = norm_statistics,
+          .norm_means = norm_means,
+          .norm_tile = norm_tile,
+          .chain_tile = chain_tile,
+          .finish_chain = finish_chain,
           .activation = activation,
           .activation_backward = activation_backward,
           .rope = rope,
           .dropout = dropout,
           .load_tile = load_tile,
-          .scale_tile = scale_tile,
           .sum_leaves = sum_leaves,
           .look_up = look_up,
           .chain_columns = chain_columns,

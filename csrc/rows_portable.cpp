@@ -17,6 +17,23 @@ namespace {
 inline float fma_flushed(float a, float b, float c) { return flushed_fma(flush_input(a), flush_input(b), c); }
 
 template <class V>
+inline __attribute__((always_inline)) V fma_flushed(V a, V b, V c) {
+  for (int i = 0; i < kWidth; ++i) c[i] = fma_flushed(static_cast<float>(a[i]), static_cast<float>(b[i]), c[i]);
+  return c;
+}
+// fma(a, 1, c)
+template <class V>
+inline __attribute__((always_inline)) V add_flushed(V a, V c) {
+  return fma_flushed(a, V{} + 1.0f, c);
+}
+
+// Through the caches.
+template <class V>
+inline __attribute__((always_inline)) void stream_vec(float* p, V x) {
+  __builtin_memcpy(p, &x, sizeof(x));
+}
+
+template <class V>
 inline __attribute__((always_inline)) V floor_vec(V x) {
   for (int i = 0; i < kWidth; ++i) x[i] = __builtin_floorf(x[i]);
   return x;

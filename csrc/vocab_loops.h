@@ -21,9 +21,13 @@ float max_n(const void* x, int64_t n) {
 }
 
 inline float block_sum(const float* terms, int64_t n) {
-  if (n < kSumBlock) return sum_block<Single>(terms, terms, n);
+  const TermsOf<Single, float> of{{terms, terms, {}}};
   float sum;
-  sum_whole_blocks<1, Single>(terms, terms, &sum);
+  if (n < kSumBlock) {
+    sum_block(of, 0, n, &sum, 1);
+  } else {
+    sum_whole_blocks<1>(of, 0, &sum, 1);
+  }
   return sum;
 }
 

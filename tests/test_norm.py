@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from assertions import assert_bits_differ, assert_bitwise_equal
 from cases import wide_exponents
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rowcases import DTYPES, PATHS, check_rows, compiled_equals_eager, run_with_flush
+from rowcases import DTYPES, PATHS, check_rows, compiled_equals_eager, run_with_flush, threads
 from torch import Tensor
 
 from tbik import _C, TreePlan, ops, reference, tree
@@ -167,6 +169,121 @@ def test_verify_head_covers() -> None:
             assert_bitwise_equal(fold_head_covers(covers, runs, plan=plan), whole, f"heads {bounds}")
     flat = norm_weight_grad(dy.flatten(0, 1), x.flatten(0, 1), EPS)
     assert_bits_differ(whole, flat, "heads as tokens")
+
+
+SPECIAL = (math.inf, -math.inf, math.nan, 3e38, -3e38, 1e19, 1e-19, 1e-38, 1e-42, 0.0, -0.0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_verify_special_values(dtype: torch.dtype, path: str) -> None:
+    """Rows with one special value each, rows of one value, beside ordinary rows; then special weights. eps 0: r is Inf
+    or huge where squares vanish. The kernels skip their tests for NaN where none can occur."""
+    k = 72
+    alone = torch.stack([torch.full((k,), value) for value in SPECIAL])
+    among = torch.randn(len(SPECIAL), k, generator=torch.Generator().manual_seed(1))
+    among[:, 40] = torch.tensor(SPECIAL)
+    tiny = among[3:5] * 1e-30
+    x = torch.cat([among, alone, tiny, among[:2].nan_to_num(1.0, 1.0, 1.0)]).to(dtype)
+    ones = torch.ones(k, dtype=dtype)
+    special = torch.cat([torch.tensor(SPECIAL), torch.ones(k - len(SPECIAL))]).to(dtype)
+    dy = rows(x.shape, dtype, 5)
+    special_dy = dy.clone()
+    special_dy[:, 7] = x[:, 40]
+    for eps, (w, bias), up in itertools.product(
+        (0.0, EPS), ((ones, ones), (special, ones), (ones, special)), (dy, special_dy)
+    ):
+        for centered in (False, True):
+            expected = reference.layer_norm(x, w, bias, eps) if centered else reference.rms_norm(x, w, eps)
+            y = _C.norm(x, None, w, bias if centered else None, eps, centered, False, dtype, path)[0]
+            assert_bitwise_equal(y, expected, f"{path} y, eps {eps}, centered {centered}")
+            got = _C.norm_gradients(
+                up, x, w, None, eps, centered, False, dtype, dtype, True, True, True, 1, [0, len(x)], path
+            )
+            assert_bitwise_equal(got[0], reference.norm_dx(up, x, w, eps, centered), f"{path} dx, eps {eps}")
+            for leaf, n in zip(got[1:], (x, None)):
+                wanted = reference.norm_dw(up, n, eps, [0, len(x)], centered)
+                assert_bitwise_equal(leaf[0].where(~leaf[0].isnan(), torch.nan), wanted, f"{path} leaf, eps {eps}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 5, 40]),
+    heads=st.sampled_from([1, 3]),
+    k=st.sampled_from([8, 33, 300, 1100]),
+    chains=st.integers(0, 5),
+    dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 4),
+    centered=st.booleans(),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+    path=st.sampled_from(PATHS),
+)
+def test_verify_gradients_ignore_threads_and_company(
+    tokens: int,
+    heads: int,
+    k: int,
+    chains: int,
+    dtypes: tuple[torch.dtype, ...],
+    centered: bool,
+    count: int,
+    seed: int,
+    path: str,
+) -> None:
+    """All gradients at once, in any number of threads, equal dx, dw and dbias asked for alone; operands of several
+    types, also where the chains do not cover the tokens."""
+    x_type, dy_type, w_type, out = dtypes
+    x, dy = rows((tokens, heads, k), x_type, seed), rows((tokens, heads, k), dy_type, seed + 1)
+    w = rows((k,), w_type, seed + 2)
+    cuts = sorted(torch.randint(0, tokens + 1, (chains + 1,), generator=torch.Generator().manual_seed(seed)).tolist())
+    arguments = (EPS, centered, False, x_type, out)
+    dx = torch.cat(
+        [_C.norm_dx(d[None], t[None], w, None, *arguments, path) for d, t in zip(dy.flatten(0, 1), x.flatten(0, 1))]
+    )
+    dw = _C.column_leaves(dy, x, heads, EPS, centered, cuts, path)
+    dbias = _C.column_leaves(dy, None, heads, EPS, centered, cuts, path)
+    with threads(count):
+        got = _C.norm_gradients(dy, x, w, None, *arguments, True, True, True, heads, cuts, path)
+        assert got[0] is not None
+        assert_bitwise_equal(got[0].flatten(0, 1), dx, f"{path} dx, {count} threads")
+        assert_bitwise_equal(got[1], dw, f"{path} dw, {count} threads")
+        assert_bitwise_equal(got[2], dbias, f"{path} dbias, {count} threads")
+        pair = _C.norm_gradients(dy, x, w, None, *arguments, False, True, True, heads, cuts, path)
+        assert pair[0] is None
+        assert_bitwise_equal(pair[1], dw, f"{path} dw without dx")
+        assert_bitwise_equal(_C.column_leaves(dy, x, heads, EPS, centered, cuts, path), dw, f"{path} dw alone")
+    for head, token in ((0, 0), (heads - 1, tokens - 1)):
+        chain = next((c for c in range(chains) if cuts[c] <= token < cuts[c + 1]), None)
+        if chain is None:
+            continue
+        part = slice(cuts[chain], cuts[chain + 1])
+        wanted = reference.norm_dw(dy[part, head], x[part, head], EPS, [0, part.stop - part.start], centered)
+        assert_bitwise_equal(dw[chain].reshape(heads, k)[head] + 0.0, wanted, f"{path} dw of head {head}")
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_verify_results_larger_than_the_caches(centered: bool) -> None:
+    """They are written past the caches: the same bits as a few rows at a time, which are not."""
+    size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    kibibytes = int(size.read_text().strip().removesuffix("K")) if size.exists() else 0
+    if not 0 < kibibytes <= 64 << 10:
+        pytest.skip("the last cache is of unknown size, or larger than 64 MiB")
+    k = 4096
+    x = rows((kibibytes // 16 + 5, k), torch.float32, 3)
+    dy, w = rows(x.shape, torch.float32, 4), rows((k,), torch.float32, 5)
+    bias = rows((k,), torch.float32, 6) if centered else None
+    arguments = (w, None, EPS, centered, False, torch.float32, torch.float32)
+    for path, count in itertools.product(PATHS, (1, 2)):
+        with threads(count):
+            y = _C.norm(x, None, w, bias, EPS, centered, False, torch.float32, path)[0]
+            dx = _C.norm_gradients(dy, x, *arguments, True, True, centered, 1, [0, 512, len(x)], path)[0]
+            assert dx is not None
+            for first in (0, len(x) // 2, len(x) - 3):
+                part = slice(first, first + 3)
+                few = _C.norm(x[part], None, w, bias, EPS, centered, False, torch.float32, path)[0]
+                assert_bitwise_equal(y[part], few, f"{path} y, {count} threads")
+                few = _C.norm_dx(dy[part], x[part], *arguments, path)
+                assert_bitwise_equal(dx[part], few, f"{path} dx, {count} threads")
+            assert torch.equal(y.isnan(), torch.zeros_like(y, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
