@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tbik import engines, models
+from tbik import engines, models, rl
 from tbik.engines import EngineProcess, EngineSettings
 from tbik.errors import PlanError
 from tbik.plan import TreePlan
@@ -190,6 +190,32 @@ def test_verify_vllm_mixture_of_experts(root: Path) -> None:
     assert result["against"]["differing_bit_patterns"] == 0
     for tp, entry in result["per_rank"]["by_tp"].items():
         assert max(entry["parameter_fraction"]) < 1.05 / int(tp)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * ENGINE_S)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_verify_vllm_weights_reloaded_in_a_live_engine(tp: int, root: Path) -> None:
+    """The RL loop's sampler is given other weights, then the first again: the bits of an engine started with them."""
+    first = folder("qwen3", root)
+    second = models.random_model("qwen3", root / "qwen3-seed-1", seed=1, **SMALL)
+    prompts = [[5, 7, 11], list(range(20, 43)), [300]]
+    seeds = [1, 2, 3]
+
+    def sampler(weights: Path) -> Any:
+        return rl._Engine(rl.make_job(weights, tp=tp, engine="vllm", prompt_tokens=23, new_tokens=12), "tbik")
+
+    with sampler(first) as engine:
+        before = engine.sample(prompts, seeds)
+        loaded = engine.load(second)
+        other = engine.sample(prompts, seeds)
+        assert engine.load(first) != loaded
+        again = engine.sample(prompts, seeds)
+    with sampler(second) as engine:
+        assert engine._process.call("tbik_weights") == [loaded] * tp
+        assert engine.sample(prompts, seeds) == other, "reloaded weights are not those of a fresh engine"
+    assert again == before, "the first weights came back with other bits"
+    assert all(len(bits) == 12 and bits != old for (_, bits), (_, old) in zip(other, before, strict=True))
 
 
 @pytest.mark.long
