@@ -128,6 +128,12 @@ def verify(
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also a training step at every TP size and micro-batch: its gradients.")
     ] = False,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout", help="Seconds without a word of any rank (a token, a step) after which the job ends."
+        ),
+    ] = 300.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Write an HTML report here.")] = None,
 ) -> None:
@@ -148,6 +154,8 @@ def verify(
       tbik verify --train --layouts fsdp1,fsdp2,fsdp4,fsdp2xtp2,fsdp3,ddp4,single --steps 20 --json train.json
     """
     modes = [name.strip() for name in layers.split(",") if name.strip()]
+    if not 0 < timeout_s < float("inf"):
+        raise PlanError(f"--timeout: expected seconds > 0, got {timeout_s}")
     if train:
         names = [name.strip() for name in layouts.split(",") if name.strip()]
         _verify_train(
@@ -160,6 +168,7 @@ def verify(
             kill_after=kill_after,
             dropout=dropout,
             control=None if control is None else [name.strip() for name in control.split(",")],
+            timeout_s=timeout_s,
             json_file=json_file,
             report_file=report_file,
         )
@@ -195,6 +204,7 @@ def verify(
         modes=modes,
         json_file=json_file,
         report_file=report_file,
+        timeout_s=timeout_s,
     )
 
 
@@ -229,6 +239,7 @@ def demo(
         new_tokens=6 if quick else 12,
         json_file=json_file,
         report_file=report_file,
+        timeout_s=300.0,
     )
 
 
@@ -288,20 +299,28 @@ def _range_of(option: str, text: str | None) -> tuple[int, int] | None:
     return int(low), int(high or low)
 
 
-def _verify(model: str, *, json_file: Path | None, report_file: Path | None, **arguments: Any) -> None:
+def _verify(
+    model: str, *, timeout_s: float, json_file: Path | None, report_file: Path | None, **arguments: Any
+) -> None:
     from tbik import verify
 
     _require_folders(json_file, report_file)
     folder = _resolve(model)
     job, texts = verify.make_job(folder, **arguments)
     with _progress(len(job.configurations) * job.new_tokens) as progress:
-        result = verify.run(job, texts=texts, model=_shown(model, folder), progress=progress)
+        result = verify.run(job, texts=texts, model=_shown(model, folder), progress=progress, silence_s=timeout_s)
     _print_result(result)
     _conclude(result, json_file, report_file)
 
 
 def _verify_train(
-    model: str, layouts: Sequence[str], *, json_file: Path | None, report_file: Path | None, **arguments: Any
+    model: str,
+    layouts: Sequence[str],
+    *,
+    timeout_s: float,
+    json_file: Path | None,
+    report_file: Path | None,
+    **arguments: Any,
 ) -> None:
     _require_folders(json_file, report_file)
     _require_transformers("--train")
@@ -310,7 +329,7 @@ def _verify_train(
     folder = _resolve(model)
     job = verify_train.make_job(folder, layouts, **arguments)
     with _progress(len(verify_train.configurations(job)) * job.steps) as progress:
-        result = verify_train.run(job, model=_shown(model, folder), progress=progress)
+        result = verify_train.run(job, model=_shown(model, folder), progress=progress, silence_s=timeout_s)
     _print_training(result)
     _conclude(result, json_file, report_file)
 

@@ -110,6 +110,8 @@ def test_verify_train_command_writes_what_it_says(
         (["--layouts", "flat2", "--steps", "3", "--kill-after", "1"], "FSDP1 has no checkpoint"),
         (["--layouts", "single", "--control", "fsdp2"], "--control"),
         (["--layouts", "single", "--dtype", "float16"], "--dtype"),
+        (["--layouts", "single", "--timeout", "0"], "--timeout"),
+        (["--layouts", "single", "--steps", "1", "--timeout", "0.01"], "for 0 s"),  # no rank speaks so soon
     ],
 )
 def test_verify_train_errors_are_exit_status_2(
