@@ -100,4 +100,6 @@ def attention_tile(leaf: str, head_dim: int) -> AttentionTile:
     architecture = leaf.removeprefix("mma:")
     if architecture not in MMA_TILES:
         raise PlanError(f"kernels.tiles: tensor-core leaves exist for {ARCHITECTURES}, got {leaf!r}; use leaf='fma'")
-    return AttentionTile(64, 64, 8, 2 if head_dim <= 128 else 1)
+    # 64 rows are the least for wgmma; sm_80 needs none, and with 32 keys dK and dV stay in registers
+    keys = 32 if architecture == "sm_80" else 64
+    return AttentionTile(64, keys, 8, 2 if head_dim <= 128 else 1)
