@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,13 +55,28 @@ def test_verify_kernels_compile_without_a_gpu() -> None:
 
 
 def test_verify_committed_table() -> None:
-    """Every architecture and kernel is in it, no check failed, and what spills is listed here with its reason."""
+    """Every kernel is in it for every architecture, no check failed, and what spills is listed here with its reason."""
     rows = json.loads(RESULTS.with_suffix(".json").read_text())["rows"]
+    sources = "\n".join(path.read_text() for path in (ROOT / "tbik" / "kernels").glob("*.py"))
+    kernels = set(re.findall(r"^@triton.jit\ndef (\w+_kernel)\(", sources, re.MULTILINE))
+    assert len(kernels) > 20
+    for architecture in ("sm_80", "sm_90", "sm_100"):
+        assert {row["kernel"] for row in rows if row["architecture"] == architecture} == kernels
     assert {row["architecture"] for row in rows} == {"sm_80", "sm_90", "sm_100"}
     assert not [row for row in rows if row["failures"]]
     # elements of 2 bytes pass registers on their way to shared memory, to be timed against a copy with aligned rows
     # (leaves of 125), and so do 64-bit addresses with long strides on both sides (dW; to be timed against descriptors)
     excused = {("sm_100", "prefill bf16, leaves of 125"), ("sm_100", "dW bf16")}
+    # Attention: scores, exp and probabilities of 64 keys of a row beside its accumulators, in programs of 64 rows, the
+    # least for wgmma. In the forward of sm_90 with head_dim 128 what spills lies before and behind the loop (SASS). To
+    # be timed on the first GPU against 4 warps, against 128 rows, and for sm_80 against 16 and 32 rows.
+    masked = "64, window, soft-cap, dropout"
+    excused |= {(name, f"mma, packed, {case}") for name in ("sm_80", "sm_90") for case in ("128", masked)}
+    excused |= {(name, "mma, packed, 256") for name in ("sm_80", "sm_90", "sm_100")}
+    excused |= {(name, f"mma, backward, {masked}") for name in ("sm_80", "sm_90", "sm_100")}
+    excused |= {("sm_80", "mma, paged, 128"), ("sm_90", "mma, backward, 128"), ("sm_100", "mma, backward, 128")}
+    # the audits' kernel, slow in any case
+    excused |= {(name, "fma of fp32, backward, 128") for name in ("sm_80", "sm_90", "sm_100")}
     assert {(row["architecture"], row["case"]) for row in rows if row["spilled_bytes"]} <= excused
     assert load_script().as_table(rows) in RESULTS.with_suffix(".md").read_text()
 
