@@ -231,7 +231,7 @@ def capture(me: Rank, work: Callable[[], Any]) -> Callable[[], Any]:
 
         def again() -> None:
             for launch in launches:
-                me.peers.library.launch(me.peers.device, launch.call, 0)
+                me.peers.driver.launch(me.peers.device, launch.call, 0)
 
         return again
     graph = torch.cuda.CUDAGraph()

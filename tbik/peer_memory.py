@@ -106,7 +106,7 @@ class _Segment:
 class _Held:
     """What a Peers has to give back; no reference to it, so that its finalizer can."""
 
-    library: Library
+    driver: Library
     device: int
     pid: int
     segment: _Segment | None = None
@@ -123,13 +123,13 @@ class _Held:
         status, self.status = self.status, None
         if os.getpid() != self.pid or (segment is None and status is None):  # after a fork all of it is the parent's
             return []
-        steps: list[Callable[[], None]] = [lambda: self.library.synchronize(self.device)]
+        steps: list[Callable[[], None]] = [lambda: self.driver.synchronize(self.device)]
         if segment is not None:
-            steps += [lambda address=address: self.library.close(self.device, address) for address in segment.opened]  # type: ignore[misc]
+            steps += [lambda address=address: self.driver.close(self.device, address) for address in segment.opened]  # type: ignore[misc]
             if segment.keep is None and (frees_own or not self.may_be_read):
-                steps.append(lambda: self.library.free(self.device, segment.own))
+                steps.append(lambda: self.driver.free(self.device, segment.own))
         if status is not None:
-            steps.append(lambda: self.library.free_status(self.device, status))
+            steps.append(lambda: self.driver.free_status(self.device, status))
         failures = []
         for step in steps:
             try:
@@ -170,7 +170,7 @@ class Peers:
 
         Errors: PlanError on all ranks where they run on several hosts, disagree, or one cannot open a segment.
         """
-        self.library, self.device, self.rank, self.size = library, device, rank, size
+        self.driver, self.device, self.rank, self.size = library, device, rank, size
         self.timeout_s, self.staging_bytes = timeout_s, staging_bytes
         self.memory = os.environ.get("TBIK_PEER_MEMORY", "auto") if memory is None else memory
         self.calls = 0
@@ -227,9 +227,9 @@ class Peers:
         """What this rank tells the others; the segment is made here, so that its handle can travel."""
         handle, name = "", ""
         try:
-            name = self.library.device_name(self.device)
+            name = self.driver.device_name(self.device)
             if not refusal and self.memory != "symmetric":
-                own, raw = self.library.allocate(self.device, self.segment_bytes)
+                own, raw = self.driver.allocate(self.device, self.segment_bytes)
                 self._held.segment = _Segment(own, [], [])
                 handle = raw.hex()
         except TransportError as error:
@@ -241,7 +241,7 @@ class Peers:
             "world_size": self.size,
             "host": host or _boot_id(),
             "device": name,
-            "device type": self.library.device_type,
+            "device type": self.driver.device_type,
             "staging_bytes": self.staging_bytes,
             "memory": self.memory,
             "pid": os.getpid(),
@@ -255,19 +255,19 @@ class Peers:
         if any(not record["handle"] for record in records):  # alike on all ranks
             segment, self._held.segment = self._segment, None
             if segment is not None:
-                self.library.free(self.device, segment.own)
+                self.driver.free(self.device, segment.own)
             return _symmetric(group, self.device, self.segment_bytes, self.size)
         segment = self._segment
         assert segment is not None
-        ordinals = {self.library.device_name(device): device for device in range(self.library.device_count())}
+        ordinals = {self.driver.device_name(device): device for device in range(self.driver.device_count())}
         for record in records:
             peer = ordinals.get(record["device"])  # None: hidden from this process, so only opening shows
-            if peer is not None and not self.library.can_access(self.device, peer):
+            if peer is not None and not self.driver.can_access(self.device, peer):
                 raise TransportError(f"its device cannot read {record['device']}, the device of rank {record['rank']}")
             if (record["pid"], record["start_time"]) == (os.getpid(), _process(os.getpid())[1]):
                 address = int(record["address"])  # a process cannot open what it exports
             else:
-                address = self.library.open(self.device, bytes.fromhex(record["handle"]), self.segment_bytes)
+                address = self.driver.open(self.device, bytes.fromhex(record["handle"]), self.segment_bytes)
                 segment.opened.append(address)
             segment.addresses.append(address)
         return segment
@@ -303,7 +303,7 @@ class Peers:
         failures = []
         if self._held.status is not None and os.getpid() == self._held.pid:
             try:  # what kernels have met is in the Status, which is given back
-                self.library.synchronize(self.device)
+                self.driver.synchronize(self.device)
             except TransportError as error:
                 failures.append(str(error))
             self._look()
@@ -389,7 +389,7 @@ class Peers:
             call.out = out.data_ptr() + first_out * out.element_size()
             call.bias = 0 if bias is None else bias.data_ptr()
             call.factor = factor
-            self.library.launch(self.device, call, stream)
+            self.driver.launch(self.device, call, stream)
             self.calls += 1
 
     def _prepare(
@@ -414,10 +414,10 @@ class Peers:
         n, item = rows_KN.shape[1], rows_KN.element_size()
         placement = choose_placement(n * max(1, *counts) * item, self.size, placement, scatter)
         program = Call(rank=self.rank, size=self.size)
-        self.library.set_program(program, order.schedule.steps, order.sources, rounds)
+        self.driver.set_program(program, order.schedule.steps, order.sources, rounds)
         text = repr((order.sources, order.schedule.steps, list(counts), rounds, divisor, columns, placement, agreed))
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        areas = [self.library.header_bytes + area * self.staging_bytes for area in range(4)]
+        areas = [self.driver.header_bytes + area * self.staging_bytes for area in range(4)]
         launches = []
         for piece in pieces(n, max(1, *counts) * item, self.size, placement, self.staging_bytes):
             call = Call.from_buffer_copy(program)
@@ -442,7 +442,7 @@ class Peers:
         if not self._is_ours(x) or x.dtype not in ELEMENTS:
             raise PlanError(
                 f"peer memory: {collective}: expected a dense tensor of float32, float64, bfloat16, float16, int32 or "
-                f"int64 on this rank's device ({self.library.device_type} {self.device}), got {x.dtype} on {x.device}"
+                f"int64 on this rank's device ({self.driver.device_type} {self.device}), got {x.dtype} on {x.device}"
             )
         if op not in OPS or (op in ("avg", "premul_sum") and not x.is_floating_point()):
             raise PlanError(f"peer memory: {collective}: {op} of {x.dtype} is not defined; expected one of {list(OPS)}")
@@ -451,13 +451,13 @@ class Peers:
             raise PlanError(f"peer memory: {collective}: expected contiguous elements, got strides {list(x.stride())}")
 
     def _is_ours(self, x: Tensor) -> bool:
-        is_cuda = self.library.device_type == "cuda"
-        return x.device.type == self.library.device_type and (not is_cuda or x.device.index == self.device)
+        is_cuda = self.driver.device_type == "cuda"
+        return x.device.type == self.driver.device_type and (not is_cuda or x.device.index == self.device)
 
     def _follow_last(self) -> int:
         """The current stream, behind this group's last launch."""
-        stream = self.library.stream(self.device)
-        if self.library.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        stream = self.driver.stream(self.device)
+        if self.driver.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
             if self._last is not None and self._last[0] != stream:
                 torch.cuda.current_stream(self.device).wait_stream(self._last[1])
             self._last = (stream, torch.cuda.current_stream(self.device))
@@ -467,7 +467,7 @@ class Peers:
 
     def synchronize(self) -> None:
         """Everything of this device has ended; then check()."""
-        self.library.synchronize(self.device)
+        self.driver.synchronize(self.device)
         self.check()
 
     def check(self) -> None:

@@ -33,7 +33,7 @@ class Launched:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.event: Any = None
-        if peers.library.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if peers.driver.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(torch.cuda.current_stream(peers.device))
 
@@ -121,7 +121,7 @@ class PeerReductions:
             return
         failure: TransportError | None = None
         try:
-            self.peers.library.synchronize(self.peers.device)
+            self.peers.driver.synchronize(self.peers.device)
             if self.leave is not None:
                 self.leave()
         except TransportError as error:

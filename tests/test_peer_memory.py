@@ -367,7 +367,7 @@ def test_verify_a_launch_can_be_replayed() -> None:
                 peers.all_reduce(x, out=out)
                 ((launch,),) = peers._known.values()
             else:
-                peers.library.launch(peers.device, launch.call, 0)
+                peers.driver.launch(peers.device, launch.call, 0)
             assert_bitwise_equal(out, reference.all_reduce(values), f"replay {number}")
         assert peers.calls == 1
 
