@@ -8,7 +8,9 @@ ratio = stock's seconds / tbik's seconds of one round (above 1: tbik is faster);
 the lowest and highest. Loads: "prefill" = 8 prompts of 256 tokens, 4 new tokens each, counted in prompt tokens;
 "decode" = 8 prompts of 16 tokens, 64 new tokens each, counted in new tokens. No log-probabilities are asked for. The
 tokens are compared as they come: tbik's must be the same in every round and at TP 1 and 2.
-all_reduce: TBIK_VLLM=allreduce against vLLM's own shared-memory all-reduce, bf16, in place, called as the layers do.
+An engine that does not serve is stopped (SIGSTOP): the ranks of an idle vLLM go on polling.
+all_reduce: what TBIK_VLLM=allreduce calls against vLLM's own shared-memory all-reduce, bf16, in place; two ranks without an
+engine call both in turn.
 Needs vLLM (make vllm).
 """
 
@@ -17,16 +19,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 from tbik import models
 from tbik.engines import EngineProcess, EngineSettings
@@ -93,7 +100,7 @@ def main() -> None:
         if "wide" in wanted:
             rows += serve("wide Qwen3", wide, tuple(options.tp), options)
         if "all_reduce" in wanted:
-            rows += all_reduce(wide, options)
+            rows += all_reduce(options)
     _print(rows)
     if options.json:
         facts = {
@@ -130,7 +137,8 @@ def serve(name: str, folder: Path, sizes: tuple[int, ...], options: argparse.Nam
                 for number in range(options.rounds + 1):
                     # whoever goes first in one round goes last in the next; round 0 warms up
                     for mode in sorted(engines, reverse=bool(number % 2)):
-                        answers, taken = engines[mode].generate(prompts, load.new_tokens, top=0)
+                        with _alone(engines[mode], engines.values()):
+                            answers, taken = engines[mode].generate(prompts, load.new_tokens, top=0)
                         taken = engines[mode].processor_s if options.clock == "cpu" else taken
                         if number:
                             seconds[mode].append(taken)
@@ -150,32 +158,78 @@ def serve(name: str, folder: Path, sizes: tuple[int, ...], options: argparse.Nam
     return rows
 
 
-def all_reduce(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    with ExitStack() as stack:
-        engines = {
-            mode: stack.enter_context(EngineProcess(settings(folder, 2, switch, options)))
-            for mode, switch in (("tbik", "allreduce"), ("stock", "stock"))
-        }
-        for size in ALL_REDUCE_BYTES:
-            calls = max(10, min(1000, (32 << 20) // size))
-            seconds: dict[str, list[float]] = {mode: [] for mode in engines}
-            for number in range(options.rounds + 1):
-                for mode in sorted(engines, reverse=bool(number % 2)):
-                    taken = max(engines[mode].call("tbik_time_all_reduce", str(size // 2), str(calls)))
-                    if number:
-                        seconds[mode].append(taken)
-            ratios = [stock / tbik for stock, tbik in zip(seconds["stock"], seconds["tbik"], strict=True)]
-            rows.append(
-                {
-                    "what": f"all-reduce, {size >> 10} KiB",
-                    "tp": 2,
-                    "unit": "us",
-                    **{mode: 1e6 * statistics.median(values) for mode, values in seconds.items()},
-                    **_spread(ratios),
-                }
-            )
+def all_reduce(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["VLLM_DIST_IDENT"] = Path(folder).name  # names vLLM's shared memory
+        spawn(_time_all_reduce, (folder, options), nprocs=2)
+        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows").read_text())
     return rows
+
+
+def _time_all_reduce(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One of two ranks that call both all-reduces in turn, each on a processor of its own, as vLLM binds them."""
+    from tbik_vllm.communicator import CpuRankSums
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    # the extension's operators are loaded by the platform
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) > 1:
+        os.sched_setaffinity(0, {processors[rank]})
+    torch.set_num_threads(options.threads)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    stock = CpuCommunicator(group, torch.device("cpu"), group, "tp:0")
+    assert stock.supports_tensor_dict, "vLLM does not use its shared memory here"
+    own = CpuRankSums([0, 1], rank)
+    actions = {"tbik": own.sum_plain, "stock": stock.all_reduce}
+    rows = []
+    for size in ALL_REDUCE_BYTES:
+        calls = max(10, min(1000, (32 << 20) // size))
+        x = torch.zeros(size // 2, dtype=torch.bfloat16)
+        seconds: dict[str, list[float]] = {mode: [] for mode in actions}
+        for number in range(options.rounds + 1):
+            for mode in sorted(actions, reverse=bool(number % 2)):
+                for _ in range(3):
+                    actions[mode](x)
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    actions[mode](x)
+                taken = torch.tensor([(time.perf_counter() - start) / calls])
+                dist.all_reduce(taken, dist.ReduceOp.MAX)
+                if number:
+                    seconds[mode].append(taken.item())
+        ratios = [stock_s / tbik_s for stock_s, tbik_s in zip(seconds["stock"], seconds["tbik"], strict=True)]
+        rows.append(
+            {
+                "what": f"all-reduce, {size >> 10} KiB",
+                "tp": 2,
+                "unit": "us",
+                **{mode: 1e6 * statistics.median(values) for mode, values in seconds.items()},
+                **_spread(ratios),
+            }
+        )
+    if rank == 0:
+        (Path(folder) / "rows").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _alone(engine: EngineProcess, engines: Iterable[EngineProcess]) -> Iterator[None]:
+    """The others are stopped meanwhile: the ranks of an idle vLLM poll for seconds after their last step."""
+    idle = [other.pid for other in engines if other is not engine]
+    for pid in idle:
+        os.killpg(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in idle:
+            os.killpg(pid, signal.SIGCONT)
 
 
 def _spread(ratios: list[float]) -> dict[str, float]:

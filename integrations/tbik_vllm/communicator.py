@@ -55,11 +55,14 @@ class CpuRankSums:
         self.group = dist.new_group(ranks, timeout=TIMEOUT, backend="tbik", use_local_synchronization=True)
         self.size, self.rank = len(ranks), rank
         assert isinstance(self.group, dist.ProcessGroup)
+        self.backend = self.group._get_backend(torch.device("cpu"))  # called without torch's dispatcher
+        self.blocking = dist.AllreduceOptions()
+        self.blocking.asyncOp = False  # on this thread: a worker thread would have to be woken for every call
 
     def sum_plain(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         self.bytes_sent += x.nbytes
-        self.group.allreduce([x]).wait()
+        self.backend.allreduce([x], self.blocking).wait()
         return x
 
     def scatter_plain(self, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ Shares come from the layers' own sizes, not from tensors: packing replaces the w
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,20 +59,6 @@ class WorkerReport:
         group = get_tp_group()
         worker: Any = self
         return digest(worker.model_runner.get_model(), group.cpu_group if group.world_size > 1 else None)
-
-    def tbik_time_all_reduce(self, num_elements: str, calls: str) -> float:
-        """Seconds of one all-reduce of bf16 over the tensor-parallel ranks, mean of `calls`, called as layers do."""
-        from vllm.distributed import get_tp_group
-        from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
-
-        x = torch.zeros(int(num_elements), dtype=torch.bfloat16)
-        for _ in range(3):
-            tensor_model_parallel_all_reduce(x)
-        get_tp_group().barrier()
-        start = time.perf_counter()
-        for _ in range(int(calls)):
-            tensor_model_parallel_all_reduce(x)
-        return (time.perf_counter() - start) / int(calls)
 
 
 def _status() -> dict[str, Any]:
