@@ -9,8 +9,8 @@ the lowest and highest. Loads: "prefill" = 8 prompts of 256 tokens, 4 new tokens
 "decode" = 8 prompts of 16 tokens, 64 new tokens each, counted in new tokens. No log-probabilities are asked for. The
 tokens are compared as they come: tbik's must be the same in every round and at TP 1 and 2.
 An engine that does not serve is stopped (SIGSTOP): the ranks of an idle vLLM go on polling.
-all_reduce: what TBIK_VLLM=allreduce calls against vLLM's own shared-memory all-reduce, bf16, in place; two ranks without an
-engine call both in turn.
+all_reduce: what TBIK_VLLM=allreduce calls against vLLM's own shared-memory all-reduce, bf16, in place; two ranks that
+have no engine call both in turn.
 Needs vLLM (make vllm).
 """
 
