@@ -55,7 +55,7 @@ class CpuRankSums:
         self.group = dist.new_group(ranks, timeout=TIMEOUT, backend="tbik", use_local_synchronization=True)
         self.size, self.rank = len(ranks), rank
         assert isinstance(self.group, dist.ProcessGroup)
-        self.backend = self.group._get_backend(torch.device("cpu"))  # called without torch's dispatcher
+        self.backend: Any = self.group._get_backend(torch.device("cpu"))  # called without torch's dispatcher
         self.blocking = dist.AllreduceOptions()
         self.blocking.asyncOp = False  # on this thread: a worker thread would have to be woken for every call
 
