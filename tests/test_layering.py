@@ -31,6 +31,7 @@ KERNELS = ("tbik/kernels/", "tbik/ops/")
 COLLECTIVES = (
     *("tbik/collectives.py", "tbik/backend.py", "tbik/launch.py", "tbik/mpi_movement.py"),
     *("tbik/peer_library.py", "tbik/peer_memory.py", "tbik/peer_reductions.py"),
+    *("tbik/moved_reductions.py", "tbik/device_reductions.py", "tbik/device_fold.py"),
 )
 
 
