@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -103,16 +105,31 @@ double factor_of(const c10d::ReduceOp& op, const char* where) {
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
-void require_dense_cpu(const at::Tensor& x, const char* where) {
-  if (!x.defined()) refuse(std::string(where) + ": the tensor is undefined");
-  if (!x.device().is_cpu()) {
-    refuse(std::string(where) + ": reductions of " + x.device().str() +
-           " tensors have no kernel in this version; expected a CPU tensor. A group of "
-           "\"cpu:tbik,cuda:nccl\" reduces CUDA tensors in NCCL's order");
+// What Python raises, as this backend's errors. The text says it all; only the type is another.
+template <class Call>
+auto from_python(const Call& call) {
+  try {
+    return call();
+  } catch (py::error_already_set& error) {
+    std::string text = py::str(error.value()).cast<std::string>();
+    if (text.rfind("tbik: ", 0) == 0) text = text.substr(6);
+    if (error.matches(PyExc_ValueError)) refuse(text);
+    if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
+    C10_THROW_ERROR(DistBackendError, "tbik: " + text);
   }
-  if (x.layout() != at::kStrided) {
-    refuse(std::string(where) + ": expected a dense tensor, got layout " + c10::str(x.layout()));
-  }
+}
+
+// A Python object that may die on any thread, or after Python.
+std::shared_ptr<py::object> held(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* owned) {
+            if (Py_IsInitialized() == 0) {
+              owned->release();
+              delete owned;
+              return;
+            }
+            const py::gil_scoped_acquire gil;
+            delete owned;
+          }};
 }
 
 bool is_timeout(const std::string& text) {
@@ -571,6 +588,104 @@ struct ProcessGroupTbik::Dense {
   at::Tensor flat;
 };
 
+// --- reductions of device tensors
+// ---------------------------------------------------------------------------------------
+
+struct ProcessGroupTbik::DeviceCall {
+  OpType type;
+  Collective collective;
+  c10d::ReduceOp op;
+  int root = 0;
+  Tensors results;              // as the caller gave them
+  Tensors outputs;              // the same, real
+  std::vector<Tensors> inputs;  // as DeviceReductions.run has them
+  Milliseconds timeout;
+  bool async;
+};
+
+// Complete, for its future and for the host, when it is enqueued: an event on the stream that makes the result says the
+// rest. Without a stream (the CPU, in tests) the result is there.
+class ProcessGroupTbik::DeviceWork final : public c10d::Work {
+ public:
+  DeviceWork(int rank, OpType type, Tensors outputs, uint64_t sequence, at::Device device, milliseconds timeout)
+      : Work(rank, type), outputs_(std::move(outputs)), sequence_(sequence), device_(device), timeout_(timeout) {
+    std::vector<at::Device> devices;
+    if (!device.is_cpu()) devices.push_back(device);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  }
+
+  // With the stream of the result as the current one.
+  void complete() {
+    if (!device_.is_cpu()) {
+      event_.emplace(device_.type());
+      event_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    }
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+  void set_check(std::shared_ptr<py::object> check) { check_ = std::move(check); }
+
+  bool isCompleted() override { return future_->completed() && (!event_ || event_->query()); }
+  bool isSuccess() const override { return future_->hasValue(); }
+  std::exception_ptr exception() const override { return nullptr; }
+  void synchronize() override { wait(kNoTimeout); }
+  Tensors result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  bool wait(milliseconds timeout) override {
+    if (!future_->completed()) {
+      C10_THROW_ERROR(DistBackendError, "tbik: wait for " + name() +
+                                            ": the call was not made; its coalescing block has not ended, or an "
+                                            "earlier call of the block has failed");
+    }
+    if (event_) {
+      event_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+      if (blocks_host()) wait_on_host(timeout != kNoTimeout && timeout.count() > 0 ? timeout : timeout_);
+    }
+    if (check_) {
+      const py::gil_scoped_acquire gil;
+      from_python([&] { (*check_)(); });
+    }
+    return true;
+  }
+
+ private:
+  // As NCCL's: the host waits, with a limit, where the user asks for it.
+  static bool blocks_host() {
+    for (const char* variable : {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}) {
+      const char* value = std::getenv(variable);
+      if (value != nullptr && std::string(value) == "1") return true;
+    }
+    return false;
+  }
+
+  void wait_on_host(milliseconds limit) const {
+    const auto until = std::chrono::steady_clock::now() + limit;
+    while (!event_->query()) {
+      if (std::chrono::steady_clock::now() > until) {
+        C10_THROW_ERROR(DistBackendError,
+                        "tbik: wait for " + name() + ": not finished after " + std::to_string(limit.count()) +
+                            " ms, the limit of this wait. Its output is undefined. Destroy the group and make a new "
+                            "one; look for the rank that failed first");
+      }
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+
+  std::string name() const {
+    return c10d::opTypeToString(opType_) + " of " + device_.str() + " tensors, call " + std::to_string(sequence_) +
+           " of this group, rank " + std::to_string(rank_);
+  }
+
+  const Tensors outputs_;
+  const uint64_t sequence_;
+  const at::Device device_;
+  const milliseconds timeout_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::optional<c10::Event> event_;
+  std::shared_ptr<py::object> check_;  // tells what the device has met; empty: nothing does
+};
+
 // --- the group
 // ---------------------------------------------------------------------------------------------------------
 
@@ -579,7 +694,9 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
       movement_(std::move(setup.movement)),
       worker_(std::move(setup.worker)),
       split_(std::move(setup.split)),
-      cuda_(std::move(setup.cuda)),
+      device_type_(setup.device_type),
+      device_movement_(std::move(setup.device_movement)),
+      make_reductions_(std::move(setup.device_reductions)),
       options_(c10::make_intrusive<Options>("tbik", setup.timeout)),
       combine_(combine),
       info_(std::move(setup.info)) {
@@ -609,13 +726,12 @@ ProcessGroupTbik::ProcessGroupTbik(int rank, int size, Setup setup, const Combin
 ProcessGroupTbik::~ProcessGroupTbik() {
   if (Py_IsInitialized() != 0) {
     stop_engine();
-    py::gil_scoped_acquire gil;
-    split_ = py::object();
-    cuda_ = py::object();
+    if (!engine_->forked()) end_device("close", "");
+    const py::gil_scoped_acquire gil;
+    for (py::object* object : {&split_, &device_movement_, &make_reductions_, &reductions_}) *object = py::object();
   } else {
     engine_->stop();
-    split_.release();
-    cuda_.release();
+    for (py::object* object : {&split_, &device_movement_, &make_reductions_, &reductions_}) object->release();
   }
 }
 
@@ -651,18 +767,22 @@ ProcessGroupTbik::BackendPtr ProcessGroupTbik::split(const c10::intrusive_ptr<c1
 void ProcessGroupTbik::startCoalescing() {
   coalescing_ = true;
   coalesced_.clear();
+  device_queue_.clear();
 }
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::endCoalescing() {
   coalescing_ = false;
   std::vector<WorkPtr> works = std::move(coalesced_);
   coalesced_.clear();
-  if (cuda_coalescing_) {
-    cuda_coalescing_ = false;
-    WorkPtr work = cuda_backend_->endCoalescing();
+  const std::vector<std::function<void()>> queue = std::move(device_queue_);
+  device_queue_.clear();
+  if (device_coalescing_) {
+    device_coalescing_ = false;
+    WorkPtr work = device_backend_->endCoalescing();
     if (works.empty()) return work;
     works.push_back(std::move(work));
   }
+  for (const std::function<void()>& start : queue) start();
   // Not on the worker thread: the works of reductions are finished there.
   Tensors outputs;
   class AllOf final : public c10d::Work {
@@ -724,8 +844,10 @@ c10d::ErrorType ProcessGroupTbik::getError() { return engine_->error.load(); }
 
 void ProcessGroupTbik::abort() {
   if (engine_->forked()) return;
-  engine_->transport->abort("rank " + std::to_string(rank_) + ": abort() was called");
-  for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
+  const std::string reason = "rank " + std::to_string(rank_) + ": abort() was called";
+  engine_->transport->abort(reason);
+  end_device("abort", reason);
+  for (const BackendPtr& backend : {movement_, worker_, device_backend_}) {
     if (backend) backend->abort();
   }
   stop_engine();
@@ -741,15 +863,14 @@ void ProcessGroupTbik::stop_engine() {
 void ProcessGroupTbik::shutdown() {
   if (engine_->forked()) return;
   stop_engine();
+  end_device("close", "");
   engine_->transport->leave();
-  for (const BackendPtr& backend : {movement_, worker_, cuda_backend_}) {
+  for (const BackendPtr& backend : {movement_, worker_, device_backend_}) {
     if (backend) backend->shutdown();
   }
 }
 
-// Runs body now if the caller waits anyway and nothing is queued, else on the worker thread.
-ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs, Milliseconds timeout, bool async,
-                                                   Body body) {
+void ProcessGroupTbik::require_usable(OpType type) const {
   if (engine_->forked()) {
     C10_THROW_ERROR(DistBackendError,
                     "tbik: " + c10d::opTypeToString(type) +
@@ -758,6 +879,12 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs,
   if (engine_->stopped()) {
     C10_THROW_ERROR(DistBackendError, "tbik: " + c10d::opTypeToString(type) + ": the group was shut down or aborted");
   }
+}
+
+// Runs body now if the caller waits anyway and nothing is queued, else on the worker thread.
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs, Milliseconds timeout, bool async,
+                                                   Body body) {
+  require_usable(type);
   if (timeout.count() <= 0) timeout = options_->timeout;
   auto work = c10::make_intrusive<ReductionWork>(engine_, type, std::move(outputs), ++sequence_, timeout);
   Engine* engine = engine_.get();
@@ -800,14 +927,22 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit(OpType type, Tensors outputs,
 }
 
 // A call that this rank cannot make is still a call of the group: its peers learn at once that this rank refused, and
-// ranks that all refuse stay in step. The error itself is raised here and now.
+// ranks that all refuse stay in step. The error itself is raised here and now. Of device tensors the peers learn it
+// where they compare the call.
 template <class Check>
-auto ProcessGroupTbik::checked(Collective collective, const Check& check) {
+auto ProcessGroupTbik::checked(Collective collective, const at::Device& device, const Check& check) {
   try {
     return check();
-  } catch (const c10::Error&) {
-    if (!engine_->forked() && !engine_->stopped()) {
-      ++sequence_;
+  } catch (const c10::Error& error) {
+    if (engine_->forked() || engine_->stopped()) throw;
+    ++sequence_;
+    if (device.type() == device_type_) {
+      const py::gil_scoped_acquire gil;
+      const py::object& hook = reductions();
+      if (!hook.is_none()) {
+        from_python([&] { hook.attr("refuse")(name_of(collective), error.what_without_backtrace(), device); });
+      }
+    } else {
       engine_->add([engine = engine_.get(), collective, timeout = options_->timeout] {
         try {
           engine->transport->set_limit(timeout);
@@ -820,9 +955,31 @@ auto ProcessGroupTbik::checked(Collective collective, const Check& check) {
   }
 }
 
-Request ProcessGroupTbik::request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const {
+// Of a reduction: what its first tensor says, the CPU where there is none.
+at::Device ProcessGroupTbik::device_of(const Tensors& tensors) const {
+  const bool is_device = !tensors.empty() && tensors[0].defined() && tensors[0].device().type() == device_type_;
+  return is_device ? tensors[0].device() : at::Device(at::kCPU);
+}
+
+void ProcessGroupTbik::require_dense(const at::Tensor& x, const char* where, const at::Device& device) const {
+  if (!x.defined()) refuse(std::string(where) + ": the tensor is undefined");
+  if (x.device() != device) {
+    refuse(std::string(where) + ": expected a tensor on " + device.str() + ", as the first one of the call" +
+           (device.is_cpu() ? ", or all of them on one " + c10::DeviceTypeName(device_type_) + " device" : "") +
+           ", got one on " + x.device().str());
+  }
+  if (x.layout() != at::kStrided) {
+    refuse(std::string(where) + ": expected a dense tensor, got layout " + c10::str(x.layout()));
+  }
+  if (!device.is_cpu() && x.is_neg()) {
+    refuse(std::string(where) + ": expected a tensor without a pending negation; resolve_neg() makes one");
+  }
+}
+
+Request ProcessGroupTbik::request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                                     const at::Device& device) const {
   const char* where = name_of(collective);
-  require_dense_cpu(tensor, where);
+  require_dense(tensor, where, device);
   Request request;
   request.collective = collective;
   request.op = op_of(op, where);
@@ -831,6 +988,75 @@ Request ProcessGroupTbik::request_of(Collective collective, const c10d::ReduceOp
   const std::string refusal = refusal_of(request.op, request.element);
   if (!refusal.empty()) refuse(std::string(where) + ": " + refusal);
   return request;
+}
+
+// The object that reduces device tensors, made by the first call that needs it; None where the group has none. With
+// the GIL.
+py::object& ProcessGroupTbik::reductions() {
+  if (reductions_.is_none() && make_reductions_ && !make_reductions_.is_none()) {
+    device_backend();  // so that it is shut down with the group
+    reductions_ = from_python([&] { return py::object(make_reductions_()); });
+  }
+  return reductions_;
+}
+
+c10d::Backend* ProcessGroupTbik::device_backend() {
+  if (!device_backend_ && device_movement_ && !device_movement_.is_none()) {
+    const py::gil_scoped_acquire gil;
+    const py::object backend = from_python([&] { return py::object(device_movement_()); });
+    if (!backend.is_none()) device_backend_ = backend.cast<BackendPtr>();
+  }
+  return device_backend_.get();
+}
+
+// The last words to the object that reduces device tensors. Never throws.
+void ProcessGroupTbik::end_device(const char* method, const std::string& reason) {
+  const py::gil_scoped_acquire gil;
+  if (!reductions_ || reductions_.is_none()) return;
+  try {
+    if (reason.empty()) {
+      reductions_.attr(method)();
+    } else {
+      reductions_.attr(method)(reason);
+    }
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("tbik: the end of a process group");
+  }
+}
+
+ProcessGroupTbik::WorkPtr ProcessGroupTbik::submit_to_device(DeviceCall call) {
+  require_usable(call.type);
+  if (call.timeout.count() <= 0) call.timeout = options_->timeout;
+  const at::Device device = call.outputs[0].device();
+  auto work = c10::make_intrusive<DeviceWork>(rank_, call.type, call.results, ++sequence_, device, call.timeout);
+  auto start = [this, work, call = std::move(call)] {
+    const char* where = name_of(call.collective);
+    const Op op = op_of(call.op, where);
+    const double factor = factor_of(call.op, where);
+    engine_->transport->note(where);
+    const py::gil_scoped_acquire gil;
+    const py::object& hook = reductions();
+    if (hook.is_none()) {
+      refuse(std::string(where) + ": this group has nothing that reduces " + call.outputs[0].device().str() +
+             " tensors; expected CPU tensors");
+    }
+    const py::cpp_function complete([work] {
+      const py::gil_scoped_release release;  // callbacks of the future may want the GIL
+      work->complete();
+    });
+    py::object check = from_python([&] {
+      return py::object(hook.attr("run")(where, name_of(op), factor, call.root, call.outputs, call.inputs, call.async,
+                                         call.timeout, complete));
+    });
+    if (!check.is_none()) work->set_check(held(std::move(check)));
+  };
+  if (coalescing_) {
+    device_queue_.push_back(std::move(start));
+    coalesced_.push_back(work);
+  } else {
+    start();
+  }
+  return work;
 }
 
 namespace {
@@ -853,12 +1079,24 @@ void require_one(const Tensors& tensors, const char* where) {
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+  const at::Device device = device_of(tensors);
   at::Tensor tensor;
-  Request request = checked(Collective::kAllReduce, [&] {
+  Request request = checked(Collective::kAllReduce, device, [&] {
     require_one(tensors, "all_reduce");
     tensor = real_view(tensors[0], options.reduceOp, "all_reduce");
-    return request_of(Collective::kAllReduce, options.reduceOp, tensor);
+    return request_of(Collective::kAllReduce, options.reduceOp, tensor, device);
   });
+  if (device.type() == device_type_) {
+    return submit_to_device({OpType::ALLREDUCE,
+                             Collective::kAllReduce,
+                             options.reduceOp,
+                             0,
+                             tensors,
+                             {tensor},
+                             {},
+                             options.timeout,
+                             options.asyncOp});
+  }
   return submit(OpType::ALLREDUCE, tensors, options.timeout, options.asyncOp,
                 [engine = engine_.get(), tensor, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
@@ -876,15 +1114,27 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce(Tensors& tensors, const c1
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors,
                                                                 const c10d::AllreduceCoalescedOptions& options) {
+  const at::Device device = device_of(tensors);
   Tensors views;
-  const std::vector<Request> requests = checked(Collective::kAllReduceCoalesced, [&] {
+  const std::vector<Request> requests = checked(Collective::kAllReduceCoalesced, device, [&] {
     std::vector<Request> result;
     for (const at::Tensor& tensor : tensors) {
       views.push_back(real_view(tensor, options.reduceOp, "all_reduce_coalesced"));
-      result.push_back(request_of(Collective::kAllReduceCoalesced, options.reduceOp, views.back()));
+      result.push_back(request_of(Collective::kAllReduceCoalesced, options.reduceOp, views.back(), device));
     }
     return result;
   });
+  if (device.type() == device_type_) {
+    return submit_to_device({OpType::ALLREDUCE_COALESCED,
+                             Collective::kAllReduceCoalesced,
+                             options.reduceOp,
+                             0,
+                             tensors,
+                             views,
+                             {},
+                             options.timeout,
+                             options.asyncOp});
+  }
   // Tensors of one dtype travel as one message, and nothing is written before all of them have arrived.
   return submit(OpType::ALLREDUCE_COALESCED, tensors, options.timeout, options.asyncOp,
                 [engine = engine_.get(), views, requests = requests](const Commit& commit) mutable {
@@ -922,17 +1172,29 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::allreduce_coalesced(Tensors& tensors
 }
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Device device = device_of(tensors);
   at::Tensor tensor;
-  Request request = checked(Collective::kReduce, [&] {
+  Request request = checked(Collective::kReduce, device, [&] {
     require_one(tensors, "reduce");
     if (options.rootRank < 0 || options.rootRank >= size_) {
       refuse("reduce: expected a root from 0 to " + std::to_string(size_ - 1) + ", got " +
              std::to_string(options.rootRank));
     }
     tensor = real_view(tensors[0], options.reduceOp, "reduce");
-    return request_of(Collective::kReduce, options.reduceOp, tensor);
+    return request_of(Collective::kReduce, options.reduceOp, tensor, device);
   });
   request.root = static_cast<int>(options.rootRank);
+  if (device.type() == device_type_) {
+    return submit_to_device({OpType::REDUCE,
+                             Collective::kReduce,
+                             options.reduceOp,
+                             request.root,
+                             tensors,
+                             {tensor},
+                             {},
+                             options.timeout,
+                             options.asyncOp});
+  }
   return submit(OpType::REDUCE, tensors, options.timeout, options.asyncOp,
                 [engine = engine_.get(), tensor, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
@@ -950,18 +1212,19 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce(Tensors& tensors, const c10d:
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                            const c10d::ReduceScatterOptions& options) {
+  const at::Device device = device_of(outputs);
   at::Tensor output;
   Tensors chunks;
-  Request request = checked(Collective::kReduceScatter, [&] {
+  Request request = checked(Collective::kReduceScatter, device, [&] {
     require_one(outputs, "reduce_scatter");
     if (inputs.size() != 1 || static_cast<int>(inputs[0].size()) != size_) {
       refuse("reduce_scatter: expected one list of " + std::to_string(size_) + " tensors");
     }
     output = real_view(outputs[0], options.reduceOp, "reduce_scatter");
-    Request result = request_of(Collective::kReduceScatter, options.reduceOp, output);
+    Request result = request_of(Collective::kReduceScatter, options.reduceOp, output, device);
     for (const at::Tensor& chunk : inputs[0]) {
       chunks.push_back(real_view(chunk, options.reduceOp, "reduce_scatter"));
-      require_dense_cpu(chunks.back(), "reduce_scatter");
+      require_dense(chunks.back(), "reduce_scatter", device);
       if (chunks.back().scalar_type() != output.scalar_type()) refuse("reduce_scatter: the tensors differ in dtype");
     }
     const int64_t own = chunks[static_cast<size_t>(rank_)].numel();
@@ -971,6 +1234,17 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std
     }
     return result;
   });
+  if (device.type() == device_type_) {
+    return submit_to_device({OpType::REDUCE_SCATTER,
+                             Collective::kReduceScatter,
+                             options.reduceOp,
+                             0,
+                             outputs,
+                             {output},
+                             {chunks},
+                             options.timeout,
+                             options.asyncOp});
+  }
   return submit(OpType::REDUCE_SCATTER, outputs, options.timeout, options.asyncOp,
                 [engine = engine_.get(), output, chunks, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
@@ -1001,16 +1275,17 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
   const Collective collective =
       outputs.size() == 1 ? Collective::kReduceScatterTensor : Collective::kReduceScatterTensorCoalesced;
   const char* where = name_of(collective);
+  const at::Device device = device_of(outputs);
   Tensors out_views;
   Tensors in_views;
-  const std::vector<Request> requests = checked(collective, [&] {
+  const std::vector<Request> requests = checked(collective, device, [&] {
     if (outputs.size() != inputs.size()) refuse(std::string(where) + ": as many outputs as inputs are expected");
     std::vector<Request> result;
     for (size_t i = 0; i < outputs.size(); ++i) {
       out_views.push_back(real_view(outputs[i], options.reduceOp, where));
       in_views.push_back(real_view(inputs[i], options.reduceOp, where));
-      result.push_back(request_of(collective, options.reduceOp, out_views[i]));
-      require_dense_cpu(in_views[i], where);
+      result.push_back(request_of(collective, options.reduceOp, out_views[i], device));
+      require_dense(in_views[i], where, device);
       if (in_views[i].scalar_type() != out_views[i].scalar_type() ||
           in_views[i].numel() != out_views[i].numel() * size_) {
         refuse(std::string(where) + ": expected an input of " + std::to_string(out_views[i].numel() * size_) +
@@ -1021,6 +1296,10 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
     return result;
   });
   const OpType type = outputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+  if (device.type() == device_type_) {
+    return submit_to_device(
+        {type, collective, options.reduceOp, 0, outputs, out_views, {in_views}, options.timeout, options.asyncOp});
+  }
   return submit(type, outputs, options.timeout, options.asyncOp,
                 [engine = engine_.get(), out_views, in_views, requests = requests](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
@@ -1157,20 +1436,17 @@ c10d::Backend& ProcessGroupTbik::mover(const char* activity, const at::Tensor* t
                                           "child");
   }
   engine_->transport->note(activity);
-  if (tensor == nullptr || !tensor->is_cuda()) return *movement_;
-  if (!cuda_backend_) {
-    const py::gil_scoped_acquire gil;
-    const py::object backend = cuda_ && !cuda_.is_none() ? cuda_() : py::none();
-    if (!backend.is_none()) cuda_backend_ = backend.cast<BackendPtr>();
+  if (tensor == nullptr || tensor->device().type() != device_type_) return *movement_;
+  c10d::Backend* backend = device_backend();
+  if (backend == nullptr) {
+    refuse(std::string(activity) + ": " + tensor->device().str() +
+           " tensors are moved by NCCL, which this torch does not have; expected CPU tensors");
   }
-  if (!cuda_backend_) {
-    refuse(std::string(activity) + ": CUDA tensors need a torch with NCCL; this one moves CPU tensors only");
+  if (coalescing_ && !device_coalescing_ && backend->supportsCoalescing()) {
+    backend->startCoalescing();
+    device_coalescing_ = true;
   }
-  if (coalescing_ && !cuda_coalescing_) {
-    cuda_backend_->startCoalescing();
-    cuda_coalescing_ = true;
-  }
-  return *cuda_backend_;
+  return *backend;
 }
 
 ProcessGroupTbik::WorkPtr ProcessGroupTbik::track(WorkPtr work) {
@@ -1226,12 +1502,12 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::alltoall(Tensors& outputs, Tensors& 
   std::vector<int64_t> receive_sizes;
   int64_t total = 0;
   for (const at::Tensor& x : inputs) {
-    require_dense_cpu(x, "all_to_all");
+    require_dense(x, "all_to_all", at::kCPU);
     flat.push_back(x.reshape({-1}));
     send_sizes.push_back(x.numel());
   }
   for (const at::Tensor& x : outputs) {
-    require_dense_cpu(x, "all_to_all");
+    require_dense(x, "all_to_all", at::kCPU);
     receive_sizes.push_back(x.numel());
     total += x.numel();
   }
@@ -1374,7 +1650,8 @@ PYBIND11_MODULE(_C_dist, m) {
                        std::shared_ptr<tbik::ShmRegion> region, std::vector<int> sockets, std::vector<int> local,
                        int64_t capacity, py::object move, int rank, int size, std::chrono::milliseconds timeout,
                        const std::string& placement, int node_size, int64_t one_shot_bytes, int64_t segment_bytes,
-                       bool check, py::object split, py::object cuda, std::string info) {
+                       bool check, py::object split, const std::string& device_type, py::object device_movement,
+                       py::object device_reductions, std::string info) {
              ProcessGroupTbik::Setup setup;
              setup.movement = std::move(movement);
              if (worker) setup.worker = std::move(*worker);
@@ -1387,19 +1664,23 @@ PYBIND11_MODULE(_C_dist, m) {
              setup.check = check;
              setup.timeout = timeout;
              setup.split = std::move(split);
-             setup.cuda = std::move(cuda);
+             setup.device_type = at::Device(device_type).type();
+             setup.device_movement = std::move(device_movement);
+             setup.device_reductions = std::move(device_reductions);
              setup.info = std::move(info);
              return c10::make_intrusive<ProcessGroupTbik>(rank, size, std::move(setup), combine);
            }),
            py::kw_only(), py::arg("movement"), py::arg("worker"), py::arg("region"), py::arg("sockets"),
            py::arg("local"), py::arg("capacity"), py::arg("move"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("placement"), py::arg("node_size"), py::arg("one_shot_bytes"), py::arg("segment_bytes"),
-           py::arg("check"), py::arg("split"), py::arg("cuda"), py::arg("info"))
+           py::arg("check"), py::arg("split"), py::arg("device_type"), py::arg("device_movement"),
+           py::arg("device_reductions"), py::arg("info"))
       .def_property_readonly("options", [](ProcessGroupTbik& group) { return group.getBackendOptions(); })
       .def_property_readonly("transport", &ProcessGroupTbik::transport)
       .def_property_readonly("calls", &ProcessGroupTbik::calls)
       .def_property_readonly("bytes_sent", &ProcessGroupTbik::bytes_sent)
       .def_property_readonly("info", &ProcessGroupTbik::info)
+      .def_property_readonly("device_reductions", &ProcessGroupTbik::device_reductions)
       .def("placement", &ProcessGroupTbik::placement, py::arg("num_bytes"));
 
   tbik::bind_communicator(m, combine);

@@ -7,14 +7,19 @@
 //   alltoall               one alltoall_base of gloo
 //   the rest               gloo (or csrc/movement), on the caller's thread
 //
+// Tensors of the device type (CUDA) go another way: reductions, checked here, to tbik/device_reductions.py, on the
+// caller's thread, which enqueues them on a stream and returns; everything else to the backend that moves them (NCCL).
+// Inside a coalescing block their reductions wait for its end.
+//
 // A reduction runs on this group's worker thread, in call order; a blocking call with nothing queued before it runs on
 // the caller's thread. Its bytes move over shared memory, over sockets of our own, or over a second gloo group (of its
 // own, since gloo matches calls of one group by their order, which two threads would mix up).
-// Dense CPU tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). A rank that
+// Dense tensors. Errors: DistBackendError (waits, peers, disagreement), ValueError (unsupported). A rank that
 // refuses a reduction raises at once; the others, if they make that call, get a DistBackendError that names it, and the
 // group stays usable. A wait that ends before its call raises, too: then the call is given up, its inputs are as they
 // were, and the group is not usable any more. What Python or gloo refuse on one rank alone is no call of the group: the
-// others wait for their timeout. Results as promised by csrc/collective.h; world size is in the bits of a plain
+// others wait for their timeout. With device tensors an error leaves the output undefined, unless the text says that no
+// tensor was changed. Results as promised by csrc/collective.h; world size is in the bits of a plain
 // tensor's sum.
 #pragma once
 
@@ -22,6 +27,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -58,8 +64,10 @@ class ProcessGroupTbik final : public c10d::Backend {
     bool check = false;  // compare every call before its data moves (TBIK_CHECK=1)
     Milliseconds timeout{0};
     pybind11::object split;  // (store, rank, size, timeout) -> backend
-    pybind11::object cuda;   // () -> backend that moves CUDA tensors, or None
-    std::string info;        // what tbik.backend.group_info shows
+    at::DeviceType device_type = at::kCUDA;
+    pybind11::object device_movement;    // () -> backend that moves tensors of device_type, or None
+    pybind11::object device_reductions;  // () -> tbik.device_reductions.DeviceReductions; None: no reductions of them
+    std::string info;                    // what tbik.backend.group_info shows
   };
 
   ProcessGroupTbik(int rank, int size, Setup setup, const Combine& combine);
@@ -71,6 +79,7 @@ class ProcessGroupTbik final : public c10d::Backend {
   std::vector<int64_t> bytes_sent() const;
   uint64_t calls() const;
   const std::string& info() const { return info_; }
+  pybind11::object device_reductions() const { return reductions_; }  // None before the first
 
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(Milliseconds timeout) override;
@@ -123,7 +132,9 @@ class ProcessGroupTbik final : public c10d::Backend {
 
  private:
   class ReductionWork;
+  class DeviceWork;
   struct Dense;
+  struct DeviceCall;
 
   // Throws TransportError where the caller has given up; else what follows may write the caller's tensors.
   using Commit = std::function<void()>;
@@ -134,15 +145,26 @@ class ProcessGroupTbik final : public c10d::Backend {
   void stop_engine();
   WorkPtr track(WorkPtr work);
   template <class Check>
-  auto checked(Collective collective, const Check& check);
-  Request request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
+  auto checked(Collective collective, const at::Device& device, const Check& check);
+  Request request_of(Collective collective, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                     const at::Device& device) const;
+  void require_usable(c10d::OpType type) const;
+  at::Device device_of(const std::vector<at::Tensor>& tensors) const;
+  void require_dense(const at::Tensor& x, const char* where, const at::Device& device) const;
+  WorkPtr submit_to_device(DeviceCall call);
+  pybind11::object& reductions();
+  c10d::Backend* device_backend();
+  void end_device(const char* method, const std::string& reason);
   void sparse(at::Tensor& tensor, const c10d::ReduceOp& op, Milliseconds timeout);
 
   BackendPtr movement_;
   BackendPtr worker_;
-  BackendPtr cuda_backend_;
+  BackendPtr device_backend_;
   pybind11::object split_;
-  pybind11::object cuda_;
+  const at::DeviceType device_type_;
+  pybind11::object device_movement_;
+  pybind11::object make_reductions_;
+  pybind11::object reductions_ = pybind11::none();
   c10::intrusive_ptr<Options> options_;
   Combine combine_;
   std::string info_;
@@ -152,8 +174,9 @@ class ProcessGroupTbik final : public c10d::Backend {
   std::mutex delegated_mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> delegated_;  // perhaps still under way
   bool coalescing_ = false;
-  bool cuda_coalescing_ = false;
+  bool device_coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  std::vector<std::function<void()>> device_queue_;  // of a coalescing block
 };
 
 }  // namespace tbik

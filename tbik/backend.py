@@ -23,9 +23,14 @@ change a bit; all ranks must have the same.
     TBIK_CHECK       1: over gloo, compare (call, op, dtype, shape) of every call before its data moves; without it only
                      those of a group's first call, later ones together with the data. Ranks that disagree raise in
                      either case, and no input is changed
+    TBIK_PEER_MEMORY     auto | ipc | symmetric | off: how ranks read each other's CUDA memory; off: not at all
     GLOO_SOCKET_IFNAME   the interface of gloo's connections and of ours
 
-CUDA tensors: moved by NCCL where torch has it; their reductions are refused (no kernel in this version).
+CUDA tensors: moved by NCCL. Their reductions are made by one kernel over peer memory where all ranks run on one host
+and their devices can read each other, else NCCL moves the values and the device folds them: device_reductions.py has
+the ways, the streams, the agreement of the ranks and the limits. The bits are those of the CPU. **Not yet measured on a
+GPU**: all of it but the device itself is tested on the CPU. On an error there the output is undefined, and the message
+says so.
 Errors: PlanError when a group is made on ranks that disagree; TransportError where a rank does not come; afterwards
 DistBackendError (a peer is gone, too late, or made another call or refused this one) and ValueError (unsupported dtype,
 operator, device: at once on the rank that asks). A call that torch itself or gloo refuses on one rank only leaves the
@@ -47,13 +52,14 @@ import socket
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from tbik import __version__, registration, sockets
+from tbik import __version__, device_reductions, registration, sockets
 from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.tree import ORDER_VERSION
 
@@ -85,19 +91,23 @@ class _Settings:
     placement: str = "auto"
     node_size: int = 0
     check: bool = False
+    peer_memory: str = "auto"
 
     @classmethod
     def from_environment(cls) -> _Settings:
         transport = os.environ.get("TBIK_TRANSPORT", "auto")
         placement = os.environ.get("TBIK_PLACEMENT", "auto")
         node_size = os.environ.get("TBIK_NODE_SIZE", "0")
+        peer_memory = os.environ.get("TBIK_PEER_MEMORY", "auto")
         if transport not in TRANSPORTS:
             raise PlanError(f"TBIK_TRANSPORT: expected one of {TRANSPORTS}, got {transport!r}")
         if placement not in PLACEMENTS:
             raise PlanError(f"TBIK_PLACEMENT: expected one of {PLACEMENTS}, got {placement!r}")
         if not node_size.isdecimal():
             raise PlanError(f"TBIK_NODE_SIZE: expected an integer >= 0, got {node_size!r}")
-        return cls(transport, placement, int(node_size), os.environ.get("TBIK_CHECK") == "1")
+        if peer_memory not in device_reductions.PEER_MEMORY:
+            raise PlanError(f"TBIK_PEER_MEMORY: expected one of {device_reductions.PEER_MEMORY}, got {peer_memory!r}")
+        return cls(transport, placement, int(node_size), os.environ.get("TBIK_CHECK") == "1", peer_memory)
 
 
 def use_movers(movers: Any) -> None:
@@ -132,13 +142,17 @@ def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_
 
 
 def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """What a group is made of: world size, rank, transport, placement, node size, versions, ranks' hosts and pids."""
+    """What a group is made of: world size, rank, transport, placement, node size, versions, ranks' hosts and pids.
+
+    devices: the way that reductions take on each device that has had one (tbik/device_reductions.py).
+    """
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise PlanError("tbik.backend.group_info: there is no process group")
     backend = _backend_of(group)
     info: dict[str, Any] = json.loads(backend.info)
-    return info | {"calls": backend.calls}
+    reductions = backend.device_reductions
+    return info | {"calls": backend.calls, "devices": {} if reductions is None else reductions.info()}
 
 
 def bytes_per_link(
@@ -277,6 +291,9 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             for record, host in zip(records, hosts, strict=True)
         ],
     }
+    ((device_type, open_movement),) = device_reductions.DEVICES.items()
+    device_movement = lru_cache(lambda: open_movement(store, rank, size, timeout))
+    meeting = _Meeting(store, rank, size, timeout)
     backend = compiled.ProcessGroupTbik(
         movement=movement,
         worker=worker,
@@ -294,7 +311,11 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         segment_bytes=_segment_bytes(transport, size),
         check=settings.check,
         split=make,
-        cuda=lambda: _nccl(store, rank, size, timeout),
+        device_type=device_type,
+        device_movement=device_movement,
+        device_reductions=lambda: device_reductions.DeviceReductions(
+            rank, size, device_movement, meeting, hosts, settings, timeout
+        ),
         info=json.dumps(info),
     )
     logger.info(
@@ -438,8 +459,61 @@ def _meet(store: Any, rank: int, size: int, value: str, timeout: timedelta) -> t
         values = _exchange(store, "ranks", rank, size, value, timeout)
 
 
-def _exchange(store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:
+class _Meeting:
+    """tbik.device_reductions.Meet: the ranks' records over the group's store, for what is agreed after it was made."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._store: Any = PrefixStore("device/", store)
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._count = 0
+        self._written: list[str] = []
+
+    def exchange(self, key: str, record: dict[str, Any], limit_s: float | None = None) -> list[dict[str, Any]]:
+        """Every rank's record. Errors: TransportTimeout naming the ranks that did not come; TransportError."""
+        self._count += 1
+        limit = self._timeout if limit_s is None else min(self._timeout, timedelta(seconds=limit_s))
+        where = f"{key}, number {self._count} of this group"
+        texts = _exchange(
+            *(self._store, str(self._count), self._rank, self._size, json.dumps([key, record]), limit),
+            activity=f"comparison of calls, {where}",
+            advice="No tensor was changed. Every rank of the group must make the same calls, in the same order",
+        )
+        # Every rank has come here, so none of them still reads what was written before.
+        for name in self._written:
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(name)
+        self._written = [f"{self._count}/{self._rank}"]
+        answers = [json.loads(text) for text in texts]
+        others = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] != key}
+        if others:
+            raise TransportError(
+                f"tbik: {where}, rank {self._rank} of {self._size}: the ranks do not make the same call: rank "
+                + ", rank ".join(f"{rank} is at '{other}'" for rank, other in others.items())
+                + ". No tensor was changed. Make the calls alike on all ranks"
+            )
+        return [answer[1] for answer in answers]
+
+    def publish(self, key: str, record: dict[str, Any]) -> None:
+        """This rank's part of an exchange whose answers it does not need."""
+        self._count += 1
+        name = f"{self._count}/{self._rank}"
+        with contextlib.suppress(RuntimeError):  # the others then say that it did not come
+            self._store.set(name, json.dumps([key, record]).encode() + b".")
+        self._written.append(name)
+
+
+def _exchange(
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    value: str,
+    timeout: timedelta,
+    activity: str = "",
+    advice: str = "Every rank of the group must make it, in the same order",
+) -> list[str]:
     """Every rank's value. Errors: TransportTimeout naming the ranks that did not come; TransportError: no store."""
+    activity = activity or f"making a group, phase '{key}'"
     names = [f"{key}/{r}" for r in range(size)]
     try:
         store.set(names[rank], value.encode() + b".")
@@ -450,13 +524,13 @@ def _exchange(store: Any, key: str, rank: int, size: int, value: str, timeout: t
             missing = [r for r in range(size) if not store.check([names[r]])]
         except RuntimeError as lost:
             raise TransportError(
-                f"tbik: making a group, phase '{key}', rank {rank} of {size}: the store cannot be reached any more "
+                f"tbik: {activity}, rank {rank} of {size}: the store cannot be reached any more "
                 f"({str(lost).splitlines()[0]}). The rank that serves it has ended, perhaps at its own limit: look at "
                 "its log"
             ) from error
         raise TransportTimeout(
-            f"tbik: making a group, phase '{key}', rank {rank} of {size}: waited {timeout.total_seconds():.1f} s for "
-            f"rank{'s' if len(missing) != 1 else ''} {missing}. Every rank of the group must make it, in the same order"
+            f"tbik: {activity}, rank {rank} of {size}: waited {timeout.total_seconds():.1f} s for "
+            f"rank{'s' if len(missing) != 1 else ''} {missing}. {advice}"
         ) from error
 
 
@@ -490,15 +564,6 @@ def _require_same(records: list[dict[str, Any]]) -> None:
         lines.append(f"the ranks call themselves {[record['rank'] for record in records]}")
     if lines:
         raise PlanError("tbik: the ranks cannot form a group together. " + ". ".join(lines))
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """NCCL for the movement of CUDA tensors, or None."""
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(PrefixStore("cuda/", store), rank, size, options)
 
 
 def _compiled() -> Any:

@@ -5,9 +5,9 @@
     reduce_scatter(op, factor, [out, ...], [x, ...])    out = elements [rank * N/W, (rank + 1) * N/W) of it
     reduce_scatter_list(op, factor, [out], [[x, ...]])  out = node(0, W) of the ranks' x[rank]
 
-`make` serves tbik.collectives, too; the "tbik" backend does not call the rest yet. Work goes to the caller's stream.
-Complex tensors are summed as pairs of reals. Errors: PlanError, TransportTimeout, TransportError. Bits: deterministic;
-W is in them.
+For the "tbik" backend by way of tbik.device_reductions; `make` serves tbik.collectives, too. Work goes to the caller's
+current stream. Complex tensors are summed as pairs of reals. Errors: PlanError, TransportTimeout, TransportError. Bits:
+deterministic; W is in them.
 """
 
 from __future__ import annotations
