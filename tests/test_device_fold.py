@@ -85,6 +85,15 @@ def test_verify_other_operators(world: int) -> None:
             assert_bitwise_equal(fold(values, op), folded(values, pair), f"{op} of {world} x {dtype}")
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_verify_zeros_and_nans_of_minimum_and_maximum(dtype: torch.dtype) -> None:
+    """Every triple of special values: NaN wins and is canonical, +0 > -0 (A8)."""
+    special = torch.tensor([1.0, -1.0, *SPECIAL], dtype=torch.float64)
+    values = [grid.reshape(-1).to(dtype) for grid in torch.meshgrid(special, special, special, indexing="ij")]
+    for op, pair in (("min", minimum), ("max", maximum)):
+        assert_bitwise_equal(fold(values, op), folded(values, pair), f"{op} of {dtype}")
+
+
 def test_verify_any_byte_but_zero_is_true() -> None:
     rows = torch.tensor([[0, 2, 0], [4, 1, 0]], dtype=torch.uint8).view(torch.bool)
     assert device_fold.fold(rows, "band").view(torch.uint8).tolist() == [0, 1, 0]

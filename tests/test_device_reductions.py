@@ -2,7 +2,8 @@
 
 device_reductions.DEVICES says which tensors are a device's and what moves them; here it is the CPU's and a gloo group
 of its own, and the memory of peers is the host's (tests/test_peer_memory.py). So every step but the device itself is
-the one of CUDA tensors. What only a GPU can show (streams, events, NCCL) no test here does.
+the one of CUDA tensors. What only a GPU can show (streams, events, NCCL) test_verify_on_cuda_devices does where there
+is one; it has not been run.
 """
 
 from __future__ import annotations
@@ -172,6 +173,52 @@ def test_verify_both_ways_agree_and_the_order_shows(five: Pool) -> None:
     moved, peers, flat = five.run(flat_and_ways, 5)[0]
     assert_bitwise_equal(moved, peers)
     assert_bits_differ(moved, flat, "a flat sum")
+
+
+def on_cuda(group: dist.ProcessGroup, way: str) -> dict[str, str]:
+    """The same on real devices: streams, events and NCCL, which nothing else here reaches."""
+    rank, world = group.rank(), group.size()
+    os.environ["TBIK_PEER_MEMORY"] = WAYS[way]
+    import tbik.backend  # noqa: F401
+
+    own = dist.new_group(backend="tbik", timeout=LIMIT)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    for dtype in (*FLOATS, *INTEGERS):
+        for size in (0, 1, 5, 4097, 1_000_003):
+            values = values_of(world, size, dtype, seed=size)
+            expected = reference.all_reduce(values)
+            for is_async in (False, True):
+                x = values[rank].to(device)
+                work = dist.all_reduce(x, group=own, async_op=is_async)
+                if work is not None:
+                    other = torch.cuda.Stream(device)  # the stream that waits is the one that sees the result
+                    with torch.cuda.stream(other):
+                        work.wait()
+                        copy = x.clone()
+                    other.synchronize()
+                    assert_bitwise_equal(copy, expected, f"behind the wait, {dtype} {size}")
+                    assert work.is_completed() and work.get_future().value()[0].data_ptr() == x.data_ptr()
+                assert_bitwise_equal(x, expected, f"all_reduce {dtype} {size}, rank {rank} of {world}, {is_async}")
+            out = torch.empty(size, dtype=dtype, device=device)
+            dist.reduce_scatter_tensor(out, values[rank].to(device).repeat(world), group=own)
+            assert_bitwise_equal(out, expected, f"reduce_scatter_tensor {dtype} {size}")
+    return dict(group_info(own)["devices"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", WAYS)
+def test_verify_on_cuda_devices(way: str) -> None:
+    """Ranks may share a GPU over peer memory; NCCL wants one for each."""
+    if torch.cuda.device_count() < 3:
+        if way == "moved":
+            pytest.skip("NCCL wants a device for each of three ranks")
+        try:
+            peer_library.cuda()
+        except PlanError as error:
+            pytest.skip(str(error))
+    with Pool(3) as pool:
+        pool.run(on_cuda, 3, way, deadline=200)
 
 
 # --- what users of torch.distributed call ---------------------------------------------------------------------------
