@@ -8,6 +8,7 @@ is one; it has not been run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -264,6 +265,66 @@ def check_coalescing(group: dist.ProcessGroup) -> None:
 def test_groups_splits_refusals_and_training(way: str) -> None:
     with Pool(4, environment={"TBIK_TRANSPORT": "shm"}) as pool:
         pool.run(as_default, 4, way, check_users, deadline=120)
+
+
+class FakeStream:
+    """What a stream was told, in the list of all of them."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+class FakeTensor:
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.told.append(f"kept for {stream.name}")
+
+
+def test_the_order_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous calls on the group's stream behind the caller's; others on the caller's, behind the group's."""
+    told: list[str] = []
+    capturing = [False]
+
+    @contextlib.contextmanager
+    def inside(what: str) -> Iterator[None]:
+        told.append(f"in {what}")
+        yield
+        told.append(f"out of {what}")
+
+    current = FakeStream("current", told)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", told))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: inside(stream.name))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    reductions = device_reductions.DeviceReductions(0, 1, lambda: None, None, ["host"], None, LIMIT)  # type: ignore[arg-type]
+    device, tensors = torch.device("cuda", 0), [FakeTensor(told), FakeTensor(told)]
+
+    def events(is_async: bool) -> list[str]:
+        told.clear()
+        with reductions._stream(device, is_async, tensors):  # type: ignore[arg-type]
+            told.append("work")
+        return list(told)
+
+    assert events(False) == ["work"]
+    asynchronous = ["own waits for current", "kept for own", "kept for own", "in own", "work", "out of own"]
+    assert events(True) == asynchronous
+    assert events(False) == ["current waits for own", "work"]
+    capturing[0] = True
+    assert events(False) == ["work"] and events(True) == asynchronous
+
+
+def test_an_unknown_setting_is_refused_when_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tbik.backend import make
+
+    monkeypatch.setenv("TBIK_PEER_MEMORY", "nvlink")
+    with pytest.raises(PlanError, match=r"TBIK_PEER_MEMORY: expected one of \('auto', .*got 'nvlink'"):
+        make(HashStore(), 0, 1, LIMIT)
 
 
 # --- disagreement and failure ---------------------------------------------------------------------------------------
