@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -226,14 +225,17 @@ def resident_set(options: argparse.Namespace) -> dict[str, float]:
     else:
         if who == "ours":
             tbik.freeze(model, allow_tied=True)
-        loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        loaded = highest_mib()
         call = prefill_call(model, PREFILL_TOKENS[-1]) if kind == "prefill" else decode_call(model, *DECODE[-1])
         call()
-        return {
-            "loaded_mib": round(loaded),
-            "highest_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        }
-    return {"highest_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
+        return {"loaded_mib": loaded, "highest_mib": highest_mib()}
+    return {"highest_mib": highest_mib()}
+
+
+def highest_mib() -> int:
+    """Of this program; ru_maxrss would begin with that of the process that started it."""
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) // 1024
 
 
 def show(machine: dict[str, Any], rows: list[dict[str, Any]], memory: dict[str, Any]) -> None:
