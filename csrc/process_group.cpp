@@ -576,8 +576,15 @@ class ProcessGroupTbik::ReductionWork final : public c10d::Work {
 };
 
 // A tensor as contiguous memory; written back by commit() if that needed a copy.
+namespace {
+
+// Its values lie as bytes in one run of memory.
+bool in_place(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg(); }
+
+}  // namespace
+
 struct ProcessGroupTbik::Dense {
-  explicit Dense(const at::Tensor& tensor) : original(tensor), flat(tensor.contiguous()) {}
+  explicit Dense(const at::Tensor& tensor) : original(tensor), flat(tensor.contiguous().resolve_neg()) {}
   void* data() const { return flat.data_ptr(); }
   bool copied() const { return flat.data_ptr() != original.data_ptr(); }
   void commit() const {
@@ -1249,7 +1256,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter(Tensors& outputs, std
                 [engine = engine_.get(), output, chunks, request = std::move(request)](const Commit& commit) mutable {
                   const at::NoGradGuard no_grad;
                   std::vector<Dense> in(chunks.begin(), chunks.end());
-                  const at::Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+                  const at::Tensor out = in_place(output) ? output : at::empty(output.sizes(), output.options());
                   for (const Dense& chunk : in) {
                     request.inputs.push_back(chunk.data());
                     request.counts.push_back(chunk.flat.numel());
@@ -1312,7 +1319,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
                   for (size_t i = 0; i < out_views.size(); ++i) {
                     const Dense in(in_views[i]);
                     const at::Tensor& output = out_views[i];
-                    const bool direct = output.is_contiguous() && (out_views.size() == 1 || !in_an_input(output));
+                    const bool direct = in_place(output) && (out_views.size() == 1 || !in_an_input(output));
                     const at::Tensor out = direct ? output : at::empty(output.sizes(), output.options());
                     results.push_back(out);
                     Request& request = requests[i];

@@ -300,6 +300,40 @@ def test_verify_subnormals_survive_a_flushing_process(nine: Pool) -> None:
     nine.run(check_flush, 3)
 
 
+def check_negated(group: dist.ProcessGroup) -> None:
+    world = group.size()
+    values = [wide_exponents((6 * world,), torch.float32, seed=r) for r in range(world)]
+
+    def negated() -> Tensor:
+        x = torch.complex(torch.zeros(6 * world), -values[group.rank()]).conj().imag
+        assert x.is_neg()
+        return x
+
+    whole = reference.all_reduce(values)
+    x = negated()
+    dist.all_reduce(x, group=group)
+    assert_bitwise_equal(x.resolve_neg(), whole, "all_reduce")
+    x = negated()
+    group.allreduce_coalesced([x]).wait()
+    assert_bitwise_equal(x.resolve_neg(), whole, "all_reduce_coalesced")
+    x = negated()
+    dist.reduce(x, 1, group=group)
+    assert_bitwise_equal(x.resolve_neg(), whole if group.rank() == 1 else values[group.rank()], "reduce")
+    own = whole.view(world, 6)[group.rank()]
+    out = torch.empty(6)
+    dist.reduce_scatter_tensor(out, negated(), group=group)
+    assert_bitwise_equal(out, own, "reduce_scatter_tensor")
+    dist.reduce_scatter(out.zero_(), list(negated().chunk(world)), group=group)
+    assert_bitwise_equal(out, own, "reduce_scatter")
+    out = torch.complex(torch.zeros(6), torch.zeros(6)).conj().imag
+    dist.reduce_scatter_tensor(out, values[group.rank()], group=group)
+    assert_bitwise_equal(out.resolve_neg(), own, "into a negated result")
+
+
+def test_verify_pending_negations_are_resolved(four: Pool) -> None:
+    four.run(check_negated, 3)
+
+
 # --- what users of torch.distributed call ----------------------------------------------------------------
 
 
