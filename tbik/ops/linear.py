@@ -74,7 +74,7 @@ def linear(
         out = x.dtype if out_dtype is None else out_dtype
         simple = w.whole and out in _NARROW and parallel in (None, "row", "column")
         if simple and w.rounds == _rounds(plan, parallel == "row"):
-            return _packed_kernel(x, w.handle, bias, w.shape[0], 0, out)
+            return _packed_root(x, _packs[w.handle], bias, w.shape[0], out)
     where = "ops.linear"
     key = _plan_key(where, plan)
     compute, out = require_linear(
@@ -264,12 +264,14 @@ class PackedWeight:
     def __init__(self, w: Tensor, run: CoverRun, plan: TreePlan, compute_dtype: torch.dtype, rounds: bool) -> None:
         cuts = _local_cuts(plan, run)
         packed = _C.pack([w.detach().resolve_neg()], False, [cuts], _name(compute_dtype))
-        entry = _Pack(packed, cuts, compute_dtype, plan.leaves, run, rounds)
+        self.whole, self.num_nodes = run == CoverRun(w.shape[1], 0, plan.leaves), _num_nodes(run)
+        root = _run_schedule(run.lo, run.hi, plan.leaves, True, rounds) if self.whole else None
+        of_kernel = ([cuts], _name(compute_dtype))
+        entry = _Pack(packed, cuts, compute_dtype, plan.leaves, run, rounds, root, of_kernel)
         self.handle = next(_handles)
         self.shape, self.nbytes = w.shape, int(packed.nbytes)
         self.plan, self.run, self.compute_dtype, self.rounds = plan, run, compute_dtype, rounds
         self.trainable = w.requires_grad
-        self.whole, self.num_nodes = run == CoverRun(w.shape[1], 0, plan.leaves), _num_nodes(run)
         _packs[self.handle] = entry
         weakref.finalize(self, _packs.pop, self.handle, None).atexit = False
 
@@ -324,6 +326,10 @@ class _Pack(NamedTuple):
     leaves: int
     run: CoverRun
     rounds: bool
+    root: _C.Schedule | None
+    """Of a whole weight."""
+    of_kernel: tuple[list[list[int]], str]
+    """Cuts and compute dtype as the kernel takes them."""
 
 
 _handles = itertools.count(1)
@@ -549,6 +555,15 @@ def _packed_kernel(x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes:
     schedule = _run_schedule(entry.run.lo, entry.run.hi, entry.leaves, num_nodes == 0, entry.rounds)
     out = _contract([_rows(x)], entry.packed, [entry.cuts], schedule, entry.compute, out_dtype, bias=bias, n=n)
     return _shaped(out, *((num_nodes,) if num_nodes else ()), *x.shape[:-1], n)
+
+
+def _packed_root(x: Tensor, entry: _Pack, bias: Tensor | None, n: int, out_dtype: torch.dtype) -> Tensor:
+    """_packed_kernel of a root, for operands that _is_simple_packed has looked at."""
+    cuts, compute = entry.of_kernel
+    assert entry.root is not None
+    rows = [x if x.dim() == 2 else _rows(x)]
+    out = _C.gemm(rows, False, entry.packed, False, cuts, entry.root, compute, bias, out_dtype=out_dtype)
+    return out if x.dim() == 2 else _shaped(out, *x.shape[:-1], n)
 
 
 _linear_packed = _operator(
