@@ -73,6 +73,7 @@ class TbikAttentionImpl(CPUAttentionBackendImpl):
                 raise PlanError(f"tbik_vllm: attention with {what} is not supported")
         self.tbik_window = None if self.sliding_window < 0 else self.sliding_window
         self.tbik_softcap = self.logits_soft_cap or None
+        self.tbik_pages: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(
         self,
@@ -92,7 +93,7 @@ class TbikAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:  # vLLM warms up
             return output
         tokens = attn_metadata.num_actual_tokens
-        keys, values = _pages(kv_cache)
+        keys, values = self._pages(kv_cache)
         output[:tokens] = ops.paged_attention(
             query[:tokens],
             keys,
@@ -111,7 +112,13 @@ class TbikAttentionImpl(CPUAttentionBackendImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         tokens = slot_mapping.shape[0]
-        ops.store_kv(key[:tokens], value[:tokens], *_pages(kv_cache), slot_mapping)
+        ops.store_kv(key[:tokens], value[:tokens], *self._pages(kv_cache), slot_mapping)
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The same views for as long as the layer's cache is the same tensor."""
+        if self.tbik_pages is None or self.tbik_pages[0] is not kv_cache:
+            self.tbik_pages = (kv_cache, *_pages(kv_cache))
+        return self.tbik_pages[1:]
 
 
 def _pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

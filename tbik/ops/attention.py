@@ -294,8 +294,13 @@ def store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_
     ):
         _require_operand(where, name, t, k, dims, form)
     _require_integers(where, "slot_mapping", slot_mapping, 1, k)
+    arguments = (k, v, key_cache, value_cache, slot_mapping)
     with torch.no_grad():
-        _store_kv(k, v, key_cache, value_cache, slot_mapping)
+        # Straight to the kernel where the dispatcher has nothing to do: it would cost more than to store a few tokens.
+        if not torch.compiler.is_compiling() and _C.is_direct(*arguments):
+            _store_kv_kernel(*arguments)
+        else:
+            _store_kv(*arguments)
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -548,16 +553,18 @@ def _paged_attention_fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@_operator(
-    "store_kv",
-    "(Tensor k, Tensor v, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
-)
-def _store_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def _store_kv_kernel(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     _refusing(kernels_of(k).store_kv, k, v, key_cache, value_cache, slot_mapping)
     # a backward that saved a cache must notice the write
     written = [cache for cache in (key_cache, value_cache) if not cache.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
+
+
+_store_kv = _operator(
+    "store_kv",
+    "(Tensor k, Tensor v, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
+)(_store_kv_kernel)
 
 
 @_fake(_store_kv)
