@@ -1,10 +1,12 @@
 // Driver of attention: packing of key blocks, tiles of query rows, masks, the order of the blocks. See attention.h.
 //
-// Forward. The rows of a KV head are its (query, head) pairs, position by position; a tile is up to 60 of them and goes
-// through the key blocks in ascending order: chains of q k, softmax step, chains of p v. A block of keys is widened to
-// fp32 and transposed once for all tiles (in a first pass), or by its only tile. A tile of few rows (decoding) reads
-// fp32 keys and values where they lie, others widened: packing would cost more than the chains. Backward. A task is one
-// query head of one sequence: key blocks outside, query blocks inside, both ascending, so that dQ receives its key
+// Forward. The rows of a KV head are its (query, head) pairs, position by position; a tile is up to 64 of them and goes
+// through the key blocks in ascending order: chains of q k, softmax step, chains of p v. Its scores lie as [key][row],
+// so that a register holds one key's score for 16 rows: the queries are transposed (once), never the keys, and maximum,
+// exponentials and sum of a row stay in its lane. A block of keys is widened to fp32 once for all tiles (in a first
+// pass), or by its only tile. A tile of few rows (decoding) reads keys and values where they lie if the kernels take
+// their dtype, else widened: packing would cost more than the chains; its scores lie as [row][key]. Backward. A task is
+// one query head of one sequence: key blocks outside, query blocks inside, both ascending, so that dQ receives its key
 // blocks and dK, dV their query blocks in order, from one evaluation of p and dS. The heads of a group are folded by
 // the canonical tree afterwards. Every task writes its own rows only; the floating-point mode is IEEE, and flush around
 // the chains that ask for it.
@@ -23,7 +25,8 @@ namespace tbik {
 
 namespace {
 
-constexpr int64_t kTile = 60;                        // query rows of a tile: ten register tiles of six
+constexpr int64_t kTile = kScoreRows;                // query rows of a tile
+constexpr int64_t kLanes = 16;                       // rows of a group that the softmax step takes together
 constexpr int64_t kFewRows = 8;                      // rows of a tile that reads keys in place
 constexpr int64_t kPackedBytes = int64_t{64} << 20;  // packed keys and values of one round
 constexpr int64_t kKeptBytes = int64_t{32} << 20;    // memory a thread keeps between calls: fresh pages cost more
@@ -148,35 +151,52 @@ class Packer {
     std::memset(rows + count * dp, 0, static_cast<size_t>((kKeyBlock - count) * dp) * sizeof(float));
   }
 
-  bool in_place(const KeyRows& x, int64_t count) const {
-    return x.rows.dtype == DType::kFloat32 && x.rows.stride_dim == 1 && p_.dim % 16 == 0 &&
-           (x.page_size > 0 ? x.page_size : count) % 8 == 0;
+  bool in_place(const KeyRows& x, int64_t count, bool bf16) const {
+    const bool readable = x.rows.dtype == DType::kFloat32
+                              ? p_.dim % 16 == 0
+                              : x.rows.dtype == DType::kBFloat16 && bf16 && p_.dim % 32 == 0;
+    return readable && x.rows.stride_dim == 1 && (x.page_size > 0 ? x.page_size : count) % 8 == 0;
   }
 
-  // Keys 64 j ... of the sequence in place where they are fp32 rows of a multiple of 16 adjacent values, at equal
-  // distances within groups of 8; else widened to `scratch` [64][Dp]. Every row may be read; those beyond the end of
-  // the sequence hold anything.
-  RowGroups row_groups(const KeyRows& x, const Sequence& s, int64_t head, int64_t block, float* scratch) const {
-    const int64_t dp = padded(p_.dim);
+  // groups[i] = key 8 i of the block, as far as the sequence goes; those behind it stay.
+  void find_groups(const void** groups, const KeyRows& x, const Sequence& s, int64_t head, int64_t block) const {
     const int64_t first = block * kKeyBlock;
     const int64_t count = std::min(kKeyBlock, s.k_length - first);
-    const bool direct = in_place(x, count);
-    RowGroups groups;
-    groups.stride = direct ? x.rows.stride_row : dp;
-    if (!direct) widen_block(scratch, x, s, head, block);
-    for (int64_t i = 0; i < kKeyBlock / 8; ++i) {
-      const bool within = i * 8 < count;
-      groups.group[i] = !direct  ? scratch + i * 8 * dp
-                        : within ? reinterpret_cast<const float*>(row_at(x, s, head, first + i * 8))
-                                 : groups.group[0];
-      groups.ahead[i] = groups.group[i];
-    }
-    if (direct && first + kKeyBlock < s.k_length) {  // the next block, as far as it lies in groups of the same kind
-      for (int64_t i = 0; i < kKeyBlock / 8 && first + kKeyBlock + i * 8 < s.k_length; ++i) {
-        groups.ahead[i] = reinterpret_cast<const float*>(row_at(x, s, head, first + kKeyBlock + i * 8));
+    const int64_t group_bytes = 8 * x.rows.stride_row * size_of(x.rows.dtype);
+    const char* at = nullptr;
+    for (int64_t k = 0, left = 0; k < count; k += 8, left -= 8, at += group_bytes) {
+      if (left <= 0) {  // one division per page
+        at = row_at(x, s, head, first + k);
+        left = x.page_size == 0 ? kKeyBlock : x.page_size - (first + k) % x.page_size;
       }
+      groups[k / 8] = at;
     }
-    return groups;
+  }
+
+  // Keys 64 j ... of the sequence in place where they are rows of adjacent values that the kernels take, at equal
+  // distances within groups of 8; else widened to `scratch` [64][Dp]. Every row may be read; those beyond the end of
+  // the sequence hold anything. `groups`: those of the block before where `follows`, whose `ahead` is this block.
+  void row_groups(RowGroups& groups, bool follows, const KeyRows& x, const Sequence& s, int64_t head, int64_t block,
+                  float* scratch, bool bf16) const {
+    const int64_t dp = padded(p_.dim);
+    const int64_t count = std::min(kKeyBlock, s.k_length - block * kKeyBlock);
+    if (!in_place(x, count, bf16)) {
+      widen_block(scratch, x, s, head, block);
+      groups.stride = dp;
+      groups.dtype = DType::kFloat32;
+      for (int64_t i = 0; i < kKeyBlock / 8; ++i) groups.ahead[i] = groups.group[i] = scratch + i * 8 * dp;
+      return;
+    }
+    groups.stride = x.rows.stride_row;
+    groups.dtype = x.rows.dtype;
+    if (follows) {
+      std::copy_n(groups.ahead, kKeyBlock / 8, groups.group);
+    } else {
+      find_groups(groups.group, x, s, head, block);
+    }
+    for (int64_t i = (count + 7) / 8; i < kKeyBlock / 8; ++i) groups.group[i] = groups.group[0];
+    std::copy_n(groups.group, kKeyBlock / 8, groups.ahead);
+    if ((block + 1) * kKeyBlock < s.k_length) find_groups(groups.ahead, x, s, head, block + 1);
   }
 
   // panels[k / 16][d][k % 16] = rows[k][d]; scratch [D][64]
@@ -202,7 +222,7 @@ class Packer {
   const Loops& loops_;
 };
 
-// One block of keys in panels of 16 columns: keys [4][D][16], values [Dp / 16][64][16].
+// One block of keys and values in fp32, [64][Dp] each.
 struct Block {
   float* keys;
   float* values;
@@ -213,8 +233,8 @@ struct Block {
 // nothing, so rows share the union of their ranges; over an Inf or NaN they would (0 * Inf is NaN), and each row takes
 // its own range.
 void masked_chains(const AttentionKernels& kernels, const float* a, int64_t a_row, int64_t a_step, int64_t rows,
-                   const int32_t* lo, const int32_t* hi, bool finite, const float* b, int64_t b_panel, float* c,
-                   int64_t dp) {
+                   const int32_t* lo, const int32_t* hi, bool finite, const float* b, int64_t b_panel, int64_t b_step,
+                   float* c, int64_t dp) {
   const bool uniform = std::all_of(lo, lo + rows, [&](int32_t x) { return x == lo[0]; }) &&
                        std::all_of(hi, hi + rows, [&](int32_t x) { return x == hi[0]; });
   const int64_t step = uniform ? rows : finite ? 6 : 1;
@@ -222,8 +242,8 @@ void masked_chains(const AttentionKernels& kernels, const float* a, int64_t a_ro
     const int64_t count = std::min(step, rows - r);
     const int64_t first = *std::min_element(lo + r, lo + r + count);
     const int64_t end = std::max<int64_t>(first, *std::max_element(hi + r, hi + r + count));
-    kernels.chains(a + r * a_row + first * a_step, a_row, a_step, count, b + first * 16, b_panel, end - first,
-                   c + r * dp, dp, dp);
+    kernels.chains(a + r * a_row + first * a_step, a_row, a_step, count, b + first * b_step, b_panel, b_step,
+                   end - first, c + r * dp, dp, dp);
   }
 }
 
@@ -248,7 +268,7 @@ class Forward {
         parallel_(parallel),
         packer_(problem, loops),
         dp_(Packer::padded(problem.dim)),
-        block_floats_(kKeyBlock * (dp_ + round_up(problem.dim, 16))) {}
+        block_floats_(2 * kKeyBlock * dp_) {}
 
   void run() {
     std::vector<Pair> round;
@@ -276,14 +296,14 @@ class Forward {
 
  private:
   struct Memory {
-    Memory(Arena& arena, int64_t dim, int64_t dp) {
+    Memory(Arena& arena, int64_t dp) {
       q = arena.take<float>(kTile * dp);
+      q_DR = arena.take<float>(kTile * dp);
       s = arena.take<float>(kTile * kKeyBlock);
       partial = arena.take<float>(kTile * dp);
       acc = arena.take<float>(kTile * dp);
-      keys = arena.take<float>(round_up(dim, 16) * kKeyBlock);
+      keys = arena.take<float>(kKeyBlock * dp);
       values = arena.take<float>(kKeyBlock * dp);
-      rows = arena.take<float>(2 * kKeyBlock * dp);
       m = arena.take<float>(kTile);
       l = arena.take<float>(kTile);
       sums = arena.take<float>(kTile);
@@ -295,7 +315,7 @@ class Forward {
       head = arena.take<uint32_t>(kTile);
       keep = arena.take<float>(kKeyBlock);
     }
-    float *q, *s, *partial, *acc, *keys, *values, *rows, *m, *l, *sums, *factor, *keep;
+    float *q, *q_DR, *s, *partial, *acc, *keys, *values, *m, *l, *sums, *factor, *keep;
     uint32_t *position, *head;
     int32_t *lo, *hi;
     Live* live;
@@ -312,13 +332,11 @@ class Forward {
     return pair;
   }
 
-  void pack(Block& block, float* rows, const Pair& pair, int64_t j) const {
+  void pack(Block& block, const Pair& pair, int64_t j) const {
     const Sequence& s = p_.sequences[static_cast<size_t>(pair.sequence)];
-    packer_.widen_block(rows, p_.k, s, pair.head, j);
-    packer_.transpose(block.keys, rows, rows + kKeyBlock * dp_);
-    packer_.widen_block(rows, p_.v, s, pair.head, j);
-    block.values_finite = kernels_.is_finite(rows, kKeyBlock * dp_);
-    packer_.to_panels(block.values, rows, kKeyBlock);
+    packer_.widen_block(block.keys, p_.k, s, pair.head, j);
+    packer_.widen_block(block.values, p_.v, s, pair.head, j);
+    block.values_finite = kernels_.is_finite(block.values, kKeyBlock * dp_);
   }
 
   void run_round(const std::vector<Pair>& pairs, int64_t num_blocks) {
@@ -338,25 +356,23 @@ class Forward {
     if (!pack_tasks.empty()) {
       parallel_(static_cast<int64_t>(pack_tasks.size()), [&](int64_t begin, int64_t end) {
         const FpIeeeScope ieee;
-        AlignedBuffer mine;
-        float* rows = reinterpret_cast<float*>(thread_buffer<1>(2 * kKeyBlock * dp_ * 4, mine));
         for (int64_t i = begin; i < end; ++i) {
           const auto [index, j] = pack_tasks[static_cast<size_t>(i)];
           const Pair& pair = pairs[static_cast<size_t>(index)];
           const int64_t at = pair.packed + j - pair.first_block;
           Block& block = blocks[static_cast<size_t>(at)];
           block.keys = reinterpret_cast<float*>(base) + at * block_floats_;
-          block.values = block.keys + round_up(p_.dim, 16) * kKeyBlock;
-          pack(block, rows, pair, j);
+          block.values = block.keys + kKeyBlock * dp_;
+          pack(block, pair, j);
         }
       });
     }
     run_dynamic(static_cast<int64_t>(tile_tasks.size()), parallel_, [&](const std::function<int64_t()>& next) {
       Arena measure(nullptr);
-      Memory(measure, p_.dim, dp_);
+      Memory(measure, dp_);
       AlignedBuffer mine;
       Arena arena(thread_buffer<1>(measure.used(), mine));
-      Memory memory(arena, p_.dim, dp_);
+      Memory memory(arena, dp_);
       for (int64_t i = next(); i < static_cast<int64_t>(tile_tasks.size()); i = next()) {
         const auto [index, tile] = tile_tasks[static_cast<size_t>(i)];
         const Pair& pair = pairs[static_cast<size_t>(index)];
@@ -381,8 +397,13 @@ class Forward {
       w.m[r] = p_.sinks == nullptr ? -kInf : p_.sinks[head];
       w.l[r] = w.m[r] > -kInf ? 1.0f : 0.0f;
     }
+    const bool few = packed == nullptr && rows <= kFewRows;
+    if (!few) transpose_queries(rows, w);
     std::memset(w.acc, 0, static_cast<size_t>(rows * dp_) * sizeof(float));
-    int64_t r0 = 0;  // rows [r0, r1) have a live key in block j
+    RowGroups keys;
+    RowGroups values;
+    int64_t last = -1;  // the block that they are
+    int64_t r0 = 0;     // rows [r0, r1) have a live key in block j
     int64_t r1 = 0;
     const int64_t end_block = (w.live[rows - 1].hi + kKeyBlock - 1) / kKeyBlock;
     for (int64_t j = w.live[0].lo / kKeyBlock; j < end_block; ++j) {
@@ -392,13 +413,15 @@ class Forward {
       if (r0 >= r1) continue;
       if (packed != nullptr) {
         step(packed[j - pair.first_block], pair.sequence, start, r0, r1 - r0, w);
-      } else if (rows <= kFewRows) {
-        const RowGroups keys = packer_.row_groups(p_.k, s, pair.head, j, w.rows);
-        const RowGroups values = packer_.row_groups(p_.v, s, pair.head, j, w.rows + kKeyBlock * dp_);
+      } else if (few) {
+        const bool follows = last >= 0 && last == j - 1;
+        packer_.row_groups(keys, follows, p_.k, s, pair.head, j, w.keys, kernels_.bf16_rows);
+        packer_.row_groups(values, follows, p_.v, s, pair.head, j, w.values, kernels_.bf16_rows);
+        last = j;
         step_in_place(keys, values, pair.sequence, start, r0, r1 - r0, w);
       } else {
         Block block{w.keys, w.values, true};
-        pack(block, w.rows, pair, j);
+        pack(block, pair, j);
         step(block, pair.sequence, start, r0, r1 - r0, w);
       }
     }
@@ -412,10 +435,22 @@ class Forward {
     }
   }
 
+  // q_DR[d][r] = q[r][d]; the lanes of the last group behind the rows are zeros without a live key.
+  void transpose_queries(int64_t rows, Memory& w) const {
+    const void* pointers[kTile];
+    for (int64_t r = 0; r < kTile; ++r) pointers[r] = w.q + r * dp_;
+    const int64_t end = round_up(rows, kLanes);
+    std::memset(w.q + rows * dp_, 0, static_cast<size_t>((end - rows) * dp_) * sizeof(float));
+    for (int64_t r = rows; r < end; ++r) w.live[r] = {0, 0};
+    std::fill(w.m + rows, w.m + end, 0.0f);
+    for (int64_t r = end; r < kTile; ++r) pointers[r] = w.q;  // read, not used
+    loops_.transpose(reinterpret_cast<uint32_t*>(w.q_DR), pointers, p_.dim, false);
+  }
+
   static void set_ranges(int64_t start, int64_t r0, int64_t rows, Memory& w) {
     for (int64_t r = r0; r < r0 + rows; ++r) {
-      w.lo[r] = static_cast<int32_t>(std::max<int64_t>(w.live[r].lo - start, 0));
-      w.hi[r] = static_cast<int32_t>(std::min(w.live[r].hi - start, kKeyBlock));
+      w.lo[r] = static_cast<int32_t>(std::clamp<int64_t>(w.live[r].lo - start, 0, kKeyBlock));
+      w.hi[r] = static_cast<int32_t>(std::clamp<int64_t>(w.live[r].hi - start, 0, kKeyBlock));
     }
   }
 
@@ -436,7 +471,7 @@ class Forward {
         int64_t end = r + 1;
         while (end < rows && w.lo[r0 + end] == lo && w.hi[r0 + end] == hi) ++end;
         kernels_.sums(scores + r * kKeyBlock, end - r, lo, hi, w.sums + r0 + r);
-        drop(sequence, start, r0 + r, end - r, w);
+        drop(sequence, start, r0 + r, end - r, w.s, kKeyBlock, 1, lo, hi, w);
         kernels_.row_values(scores + r * kKeyBlock, end - r, values, lo, hi, dp_, w.partial + (r0 + r) * dp_, dp_);
         r = end;
       }
@@ -444,14 +479,15 @@ class Forward {
     rescale(r0, rows, w);
   }
 
-  // The sum of exponentials takes every pair; what multiplies the values is dropped (K5).
-  void drop(int64_t sequence, int64_t start, int64_t r0, int64_t rows, Memory& w) const {
+  // The sum of exponentials takes every pair; what multiplies the values is dropped (K5). s[r * row + k * key].
+  void drop(int64_t sequence, int64_t start, int64_t r0, int64_t rows, float* s, int64_t row, int64_t key, int64_t lo,
+            int64_t hi, Memory& w) const {
     if (!p_.dropout.active) return;
     const FpIeeeScope ieee;
     const uint32_t sample = static_cast<uint32_t>(p_.dropout.first_sample + sequence);
     for (int64_t r = r0; r < r0 + rows; ++r) {
       kernels_.keep(w.keep, start / kKeyBlock, w.position[r], sample, w.head[r], p_.dropout);
-      kernels_.drop(w.s + r * kKeyBlock, w.keep);
+      kernels_.drop(s + r * row, key, lo, hi, w.keep);
     }
   }
 
@@ -461,21 +497,27 @@ class Forward {
   }
 
   void step(const Block& block, int64_t sequence, int64_t start, int64_t r0, int64_t rows, Memory& w) {
-    set_ranges(start, r0, rows, w);
+    static constexpr float kOne[kKeyBlock] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                              1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                              1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const int64_t g0 = r0 / kLanes * kLanes;  // whole groups; their rows outside [r0, r0 + rows) have no live key
+    const int64_t lanes = round_up(r0 + rows, kLanes) - g0;
+    set_ranges(start, g0, lanes, w);
     const int64_t lo = w.lo[r0];  // both ends ascend with the rows
     const int64_t hi = w.hi[r0 + rows - 1];
-    float* scores = w.s + r0 * kKeyBlock;
     {
       const FpFlushScope flush(kernels_.hardware_flush);
-      kernels_.chains(w.q + r0 * dp_, dp_, 1, rows, block.keys, p_.dim * 16, p_.dim, scores, kKeyBlock, hi);
+      kernels_.chains(block.keys + lo * dp_, dp_, 1, hi - lo, w.q_DR + g0, kLanes, kTile, p_.dim, w.s + lo * kTile + g0,
+                      kTile, lanes);
     }
-    kernels_.softmax(scores, rows, w.lo + r0, w.hi + r0, p_.scale, p_.cap, w.m + r0, w.factor + r0);
+    kernels_.softmax_columns(w.s + g0, lanes, lo, hi, w.lo + g0, w.hi + g0, p_.scale, p_.cap, w.m + g0, w.factor + g0);
     {
       const FpFlushScope flush(kernels_.hardware_flush);
-      kernels_.sums(scores, rows, lo, hi, w.sums + r0);
-      drop(sequence, start, r0, rows, w);
-      masked_chains(kernels_, scores, kKeyBlock, 1, rows, w.lo + r0, w.hi + r0, block.values_finite, block.values,
-                    kKeyBlock * 16, w.partial + r0 * dp_, dp_);
+      // +0 where masked, so that a sum may take every key: fma(1, p, l) = p + l
+      kernels_.chains(kOne, kKeyBlock, 1, 1, w.s + lo * kTile + g0, kLanes, kTile, hi - lo, w.sums + g0, kTile, lanes);
+      drop(sequence, start, r0, rows, w.s, 1, kTile, lo, hi, w);
+      masked_chains(kernels_, w.s + r0, 1, kTile, rows, w.lo + r0, w.hi + r0, block.values_finite, block.values, kLanes,
+                    dp_, w.partial + r0 * dp_, dp_);
     }
     rescale(r0, rows, w);
   }
@@ -695,15 +737,15 @@ class Backward {
     {
       const FpFlushScope flush(kernels_.hardware_flush);
       const int64_t hi = w.hi[rows - 1];
-      kernels_.chains(q, dp_, 1, rows, w.keys_DK, p_.dim * 16, p_.dim, w.s, kKeyBlock, hi);
-      kernels_.chains(grad, dp_, 1, rows, w.values_DK, p_.dim * 16, p_.dim, w.dp_scores, kKeyBlock, hi);
+      kernels_.chains(q, dp_, 1, rows, w.keys_DK, p_.dim * 16, 16, p_.dim, w.s, kKeyBlock, hi);
+      kernels_.chains(grad, dp_, 1, rows, w.values_DK, p_.dim * 16, 16, p_.dim, w.dp_scores, kKeyBlock, hi);
     }
     kernels_.softmax_backward(w.s, w.dp_scores, rows, w.lo, w.hi, p_.scale, p_.cap, w.m + t0, w.w + t0, w.d + t0,
                               p_.dropout.active ? w.keep : nullptr);
     auto chains = [&](const float* a, int64_t a_row, int64_t a_step, int64_t n, const int32_t* lo, const int32_t* hi,
                       bool finite, const float* b, int64_t b_panel) {
       const FpFlushScope flush(kernels_.hardware_flush);
-      masked_chains(kernels_, a, a_row, a_step, n, lo, hi, finite, b, b_panel, w.partial, dp_);
+      masked_chains(kernels_, a, a_row, a_step, n, lo, hi, finite, b, b_panel, 16, w.partial, dp_);
     };
     // the live rows [t0, t0 + rows) of the block's panels
     const int64_t b_panel = (block.end - block.begin) * 16;

@@ -22,6 +22,7 @@ namespace tbik {
 
 inline constexpr int64_t kKeyBlock = 64;    // keys of one block (ORDER.md K1)
 inline constexpr int64_t kQueryBlock = 64;  // query positions of one block of dK and dV (ORDER.md K3)
+inline constexpr int64_t kScoreRows = 64;   // query rows that scores in columns lie side by side
 inline constexpr int64_t kMaxHeadDim = 512;
 
 // K5. The pair (query at position t, key s) of query head h of sequence b is kept if word s % 4 of
@@ -35,24 +36,26 @@ struct PairDropout {
   uint32_t first_head = 0;
 };
 
-// 64 rows of fp32 where they lie: row k = group[k / 8] + (k % 8) * stride, multiples of 16 values long. `ahead`: groups
-// that will be read next, at the same distances; a kernel asks for them line by line as it goes.
+// 64 rows where they lie: row k = group[k / 8] + (k % 8) * stride values; fp32 in multiples of 16 values, bf16 in
+// multiples of 32. `ahead`: groups that will be read next, at the same distances; a kernel asks for them line by line
+// as it goes.
 struct RowGroups {
-  const float* group[kKeyBlock / 8];
-  const float* ahead[kKeyBlock / 8];
+  const void* group[kKeyBlock / 8];
+  const void* ahead[kKeyBlock / 8];
   int64_t stride;
+  DType dtype;
 };
 
 // What one instruction set provides; every table computes the same bits.
 struct AttentionKernels {
   const char* name;
   bool hardware_flush;  // `chains` and `sums` need FTZ and DAZ on; otherwise IEEE mode
+  bool bf16_rows;       // row_keys and row_values take bf16 where it lies
 
-  // c[r][n] = chain over k of a[r * a_row + k * a_step] * b[n / 16][k][n % 16], without the final + 0.0; n < columns,
-  // rounded up to 16 (b and c reach that far). b: panels of 16 columns, `b_panel` floats apart. One of a_row and a_step
-  // is 1. Chain mode.
+  // c[r][n] = chain over k of a[r * a_row + k * a_step] * b[n / 16 * b_panel + k * b_step + n % 16], without the final
+  // + 0.0; n < columns, rounded up to 16 (b and c reach that far). One of a_row and a_step is 1. Chain mode.
   void (*chains)(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
-                 int64_t steps, float* c, int64_t c_row, int64_t columns);
+                 int64_t b_step, int64_t steps, float* c, int64_t c_row, int64_t columns);
   // s[r * 64 + k] = chain over d of q[r * q_row + d] * keys[k][d], without the final + 0.0; k < columns, rounded up to
   // 64 at most (s and keys reach that far); dim a multiple of 16. Few rows, keys in place. Chain mode.
   void (*row_keys)(const float* q, int64_t q_row, int64_t rows, const RowGroups& keys, int64_t dim, int64_t columns,
@@ -68,12 +71,16 @@ struct AttentionKernels {
   // +0 where masked.
   void (*softmax)(float* s_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale, float cap, float* m,
                   float* factor);
+  // The same for scores in columns, s[k * 64 + r], keys [first, end) of the block and `rows` rows, a multiple of 16.
+  // A row without a live key keeps its m, and its factor is anything.
+  void (*softmax_columns)(float* s_KR, int64_t rows, int64_t first, int64_t end, const int32_t* lo, const int32_t* hi,
+                          float scale, float cap, float* m, float* factor);
   // acc[r] = acc[r] * factor[r] + (block[r] + 0.0), `columns` values per row
   void (*rescale)(float* acc, const float* block, int64_t rows, int64_t columns, int64_t stride, const float* factor);
   // keep[k] = scale where the pair of key 64 * block + k is kept, else +0 (K5); 64 values
   void (*keep)(float* keep, int64_t block, uint32_t position, uint32_t sample, uint32_t head, const PairDropout& drop);
-  // s[k] = s[k] * keep[k] where kept, else +0; 64 values
-  void (*drop)(float* s, const float* keep);
+  // s[k * stride] = s[k * stride] * keep[k] where kept, else +0; k in [first, end)
+  void (*drop)(float* s, int64_t stride, int64_t first, int64_t end, const float* keep);
   // s = raw chains of q k, dp = raw chains of dO v; s = p = exp(s - m) * w, dp = dS, both +0 where masked. With keep
   // [R][64]: s = p * keep and dS from dp * keep, +0 where dropped; null: no dropout.
   void (*softmax_backward)(float* s_RK, float* dp_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale,

@@ -38,7 +38,7 @@ namespace {
 // kAlongSteps: a_step = 1 and rows lie `a_stride` apart; else rows lie side by side and steps `a_stride` apart.
 template <int R, int N, bool kAlongSteps>
 __attribute__((noinline)) void chain_tile(const float* a, int64_t a_stride, const float* b, int64_t b_panel,
-                                          int64_t steps, float* c, int64_t c_row) {
+                                          int64_t b_step, int64_t steps, float* c, int64_t c_row) {
   __m256 acc[R][2 * N];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -48,7 +48,7 @@ __attribute__((noinline)) void chain_tile(const float* a, int64_t a_stride, cons
   const float* row[R];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) row[r] = a + r * a_stride;
-  for (int64_t k = 0; k < steps; ++k, b += 16) {
+  for (int64_t k = 0; k < steps; ++k, b += b_step) {
     __m256 bv[2 * N];
 #pragma GCC unroll 8
     for (int j = 0; j < 2 * N; ++j) bv[j] = _mm256_loadu_ps(b + j / 2 * b_panel + j % 2 * 8);
@@ -68,28 +68,28 @@ __attribute__((noinline)) void chain_tile(const float* a, int64_t a_stride, cons
 }
 
 template <int R, bool kAlongSteps>
-void chain_rows(const float* a, int64_t a_stride, const float* b, int64_t b_panel, int64_t steps, float* c,
-                int64_t c_row, int64_t columns) {
+void chain_rows(const float* a, int64_t a_stride, const float* b, int64_t b_panel, int64_t b_step, int64_t steps,
+                float* c, int64_t c_row, int64_t columns) {
   constexpr int kStrips = R == 1 ? 4 : R == 2 ? 2 : 1;
   int64_t n = 0;
   for (; n + kStrips * 16 <= columns; n += kStrips * 16) {
-    chain_tile<R, kStrips, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, steps, c + n, c_row);
+    chain_tile<R, kStrips, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, b_step, steps, c + n, c_row);
   }
   for (; n < columns; n += 16)
-    chain_tile<R, 1, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, steps, c + n, c_row);
+    chain_tile<R, 1, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, b_step, steps, c + n, c_row);
 }
 
 template <bool kAlongSteps>
-void chain_any(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_panel, int64_t steps, float* c,
-               int64_t c_row, int64_t columns) {
+void chain_any(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_panel, int64_t b_step,
+               int64_t steps, float* c, int64_t c_row, int64_t columns) {
   const int64_t a_next = kAlongSteps ? a_stride : 1;
   // A strip of b stays in L1 while all row tiles read it.
   const int64_t whole = rows / 6 * 6;
   if (whole > 0) {
     for (int64_t n = 0; n < columns; n += 16) {
       for (int64_t r = 0; r < whole; r += 6) {
-        chain_tile<6, 1, kAlongSteps>(a + r * a_next, a_stride, b + n / 16 * b_panel, b_panel, steps, c + r * c_row + n,
-                                      c_row);
+        chain_tile<6, 1, kAlongSteps>(a + r * a_next, a_stride, b + n / 16 * b_panel, b_panel, b_step, steps,
+                                      c + r * c_row + n, c_row);
       }
     }
   }
@@ -97,26 +97,26 @@ void chain_any(const float* a, int64_t a_stride, int64_t rows, const float* b, i
   c += whole * c_row;
   switch (rows - whole) {
     case 5:
-      return chain_rows<5, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<5, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 4:
-      return chain_rows<4, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<4, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 3:
-      return chain_rows<3, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<3, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 2:
-      return chain_rows<2, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<2, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 1:
-      return chain_rows<1, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<1, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     default:
       return;
   }
 }
 
 void chain_tiles(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
-                 int64_t steps, float* c, int64_t c_row, int64_t columns) {
+                 int64_t b_step, int64_t steps, float* c, int64_t c_row, int64_t columns) {
   if (a_step == 1) {
-    chain_any<true>(a, a_row, rows, b, b_panel, steps, c, c_row, columns);
+    chain_any<true>(a, a_row, rows, b, b_panel, b_step, steps, c, c_row, columns);
   } else {
-    chain_any<false>(a, a_step, rows, b, b_panel, steps, c, c_row, columns);
+    chain_any<false>(a, a_step, rows, b, b_panel, b_step, steps, c, c_row, columns);
   }
 }
 
@@ -138,7 +138,8 @@ void chain_sums(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* 
   for (; r < rows; ++r) chain_sum<1>(p_RK + r * kKeys, lo, hi, sum + r);
 }
 
-const AttentionKernels kKernels = make_attention("avx2", true, chain_tiles, chain_keys, chain_values, chain_sums);
+const AttentionKernels kKernels =
+    make_attention("avx2", true, false, chain_tiles, chain_keys, chain_values, chain_sums);
 
 }  // namespace
 }  // namespace attention_256

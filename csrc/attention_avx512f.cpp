@@ -34,12 +34,15 @@ inline void store_row(float* p, Row x) { _mm512_storeu_ps(p, x); }
 }  // namespace
 
 #include "attention_rows.h"
+// after attention_rows.h
+#include "attention_pairs_avx512f.h"
+#include "attention_softmax_avx512f.h"
 namespace {
 
 // kAlongSteps: a_step = 1 and rows lie `a_stride` apart; else rows lie side by side and steps `a_stride` apart.
 template <int R, int N, bool kAlongSteps>
 __attribute__((noinline)) void chain_tile(const float* a, int64_t a_stride, const float* b, int64_t b_panel,
-                                          int64_t steps, float* c, int64_t c_row) {
+                                          int64_t b_step, int64_t steps, float* c, int64_t c_row) {
   __m512 acc[R][N];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -49,7 +52,7 @@ __attribute__((noinline)) void chain_tile(const float* a, int64_t a_stride, cons
   const float* row[R];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) row[r] = a + r * a_stride;
-  for (int64_t k = 0; k < steps; ++k, b += 16) {
+  for (int64_t k = 0; k < steps; ++k, b += b_step) {
     __m512 bv[N];
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) bv[j] = _mm512_loadu_ps(b + j * b_panel);
@@ -69,49 +72,49 @@ __attribute__((noinline)) void chain_tile(const float* a, int64_t a_stride, cons
 }
 
 template <int R, bool kAlongSteps>
-void chain_rows(const float* a, int64_t a_stride, const float* b, int64_t b_panel, int64_t steps, float* c,
-                int64_t c_row, int64_t columns) {
+void chain_rows(const float* a, int64_t a_stride, const float* b, int64_t b_panel, int64_t b_step, int64_t steps,
+                float* c, int64_t c_row, int64_t columns) {
   int64_t n = 0;
   for (; n + 64 <= columns; n += 64)
-    chain_tile<R, 4, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, steps, c + n, c_row);
+    chain_tile<R, 4, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, b_step, steps, c + n, c_row);
   for (; n + 32 <= columns; n += 32)
-    chain_tile<R, 2, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, steps, c + n, c_row);
+    chain_tile<R, 2, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, b_step, steps, c + n, c_row);
   for (; n < columns; n += 16)
-    chain_tile<R, 1, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, steps, c + n, c_row);
+    chain_tile<R, 1, kAlongSteps>(a, a_stride, b + n / 16 * b_panel, b_panel, b_step, steps, c + n, c_row);
 }
 
 template <bool kAlongSteps>
-void chain_any(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_panel, int64_t steps, float* c,
-               int64_t c_row, int64_t columns) {
+void chain_any(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_panel, int64_t b_step,
+               int64_t steps, float* c, int64_t c_row, int64_t columns) {
   const int64_t a_next = kAlongSteps ? a_stride : 1;
   const int64_t whole = rows / 6 * 6;
   for (int64_t r = 0; r < whole; r += 6) {
-    chain_rows<6, kAlongSteps>(a + r * a_next, a_stride, b, b_panel, steps, c + r * c_row, c_row, columns);
+    chain_rows<6, kAlongSteps>(a + r * a_next, a_stride, b, b_panel, b_step, steps, c + r * c_row, c_row, columns);
   }
   a += whole * a_next;
   c += whole * c_row;
   switch (rows - whole) {
     case 5:
-      return chain_rows<5, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<5, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 4:
-      return chain_rows<4, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<4, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 3:
-      return chain_rows<3, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<3, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 2:
-      return chain_rows<2, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<2, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     case 1:
-      return chain_rows<1, kAlongSteps>(a, a_stride, b, b_panel, steps, c, c_row, columns);
+      return chain_rows<1, kAlongSteps>(a, a_stride, b, b_panel, b_step, steps, c, c_row, columns);
     default:
       return;
   }
 }
 
 void chain_tiles(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b, int64_t b_panel,
-                 int64_t steps, float* c, int64_t c_row, int64_t columns) {
+                 int64_t b_step, int64_t steps, float* c, int64_t c_row, int64_t columns) {
   if (a_step == 1) {
-    chain_any<true>(a, a_row, rows, b, b_panel, steps, c, c_row, columns);
+    chain_any<true>(a, a_row, rows, b, b_panel, b_step, steps, c, c_row, columns);
   } else {
-    chain_any<false>(a, a_step, rows, b, b_panel, steps, c, c_row, columns);
+    chain_any<false>(a, a_step, rows, b, b_panel, b_step, steps, c, c_row, columns);
   }
 }
 
@@ -133,7 +136,8 @@ void chain_sums(const float* p_RK, int64_t rows, int64_t lo, int64_t hi, float* 
   for (; r < rows; ++r) chain_sum<1>(p_RK + r * kKeys, lo, hi, sum + r);
 }
 
-const AttentionKernels kKernels = make_attention("avx512f", true, chain_tiles, chain_keys, chain_values, chain_sums);
+const AttentionKernels kKernels = make_attention("avx512f", true, true, chain_tiles, chain_keys_or_pairs,
+                                                 chain_values_or_pairs, chain_sums, wide_softmax, wide_softmax_columns);
 
 }  // namespace
 }  // namespace attention_512

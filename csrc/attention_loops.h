@@ -4,7 +4,8 @@
 //
 //   s = (chain + 0.0) * scale, then cap * tanh(s / cap)        p = exp(s - m)        dS = p * (dP - D) ... * scale
 //
-// Mode: IEEE (csrc/fpmode.h), nothing fused. A tile row has 64 keys; masked ones are selected away, never multiplied.
+// Mode: IEEE (csrc/fpmode.h), nothing fused. Scores of a tile lie as [row][64 keys] or, in columns, as [key][64 rows];
+// masked ones are selected away, never multiplied.
 // Guarantee: deterministic; a row's bits ignore the other rows (tests/test_attention.py).
 
 #include "convert_loops.h"
@@ -14,6 +15,7 @@
 namespace {
 
 constexpr int kKeys = 64;
+constexpr int kRows = 64;
 
 inline float larger(float a, float b) { return a > b ? a : b; }  // b if one is NaN
 
@@ -69,7 +71,59 @@ void softmax(float* s_RK, int64_t rows, const int32_t* lo, const int32_t* hi, fl
   (cap != 0.0f ? softmax_rows<true> : softmax_rows<false>)(s_RK, rows, lo, hi, scale, cap, m, factor);
 }
 
+// The order of integers as the order of scores: negative numbers with their magnitude inverted ascend.
+inline int32_t ascending(int32_t b) { return b ^ ((b >> 31) & 0x7fffffff); }
+
+// Scores in columns: the loops over rows are the inner ones, so a lane keeps its row.
+template <bool kCapped>
+void softmax_lanes(float* s_KR, int64_t rows, int64_t first, int64_t end, const int32_t* lo, const int32_t* hi,
+                   float scale, float cap, float* m, float* factor) {
+  int32_t highest[kRows];
+  int32_t magnitude[kRows];
+  for (int64_t r = 0; r < rows; ++r) {
+    highest[r] = INT32_MIN;
+    magnitude[r] = 0;
+  }
+  for (int64_t k = first; k < end; ++k) {
+    float* s = s_KR + k * kRows;
+    const int32_t key = static_cast<int32_t>(k);
+    for (int64_t r = 0; r < rows; ++r) {
+      float x = (s[r] + 0.0f) * scale;
+      if constexpr (kCapped) x = cap * elementary::tanh(x / cap);
+      x = (key >= lo[r]) & (key < hi[r]) ? x : -elementary::kInf;
+      s[r] = x;
+      const int32_t b = static_cast<int32_t>(bits(x));
+      highest[r] = ascending(b) > highest[r] ? ascending(b) : highest[r];
+      magnitude[r] = (b & 0x7fffffff) > magnitude[r] ? b & 0x7fffffff : magnitude[r];
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const float top = as_f32(static_cast<uint32_t>(ascending(highest[r])));
+    const float before = m[r];
+    const float now = (magnitude[r] > 0x7f800000) | (before != before) ? elementary::kNan : larger(before, top);
+    m[r] = lo[r] < hi[r] ? now : before;
+    factor[r] = elementary::exp(before - now);
+  }
+  for (int64_t k = first; k < end; ++k) {
+    float* s = s_KR + k * kRows;
+    const int32_t key = static_cast<int32_t>(k);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float p = elementary::exp(s[r] - m[r]);
+      s[r] = (key >= lo[r]) & (key < hi[r]) ? p : 0.0f;
+    }
+  }
+}
+
+void softmax_columns(float* s_KR, int64_t rows, int64_t first, int64_t end, const int32_t* lo, const int32_t* hi,
+                     float scale, float cap, float* m, float* factor) {
+  (cap != 0.0f ? softmax_lanes<true> : softmax_lanes<false>)(s_KR, rows, first, end, lo, hi, scale, cap, m, factor);
+}
+
 void rescale(float* acc, const float* block, int64_t rows, int64_t columns, int64_t stride, const float* factor) {
+  if (columns == 1 && stride == 1) {
+    for (int64_t r = 0; r < rows; ++r) acc[r] = acc[r] * factor[r] + (block[r] + 0.0f);
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r, acc += stride, block += stride) {
     const float f = factor[r];
     for (int64_t n = 0; n < columns; ++n) acc[n] = acc[n] * f + (block[n] + 0.0f);
@@ -86,10 +140,10 @@ void keep(float* keep, int64_t block, uint32_t position, uint32_t sample, uint32
   for (int k = 0; k < kKeys; ++k) keep[k] = words[k] >= drop.threshold ? drop.scale : 0.0f;
 }
 
-void drop(float* s, const float* keep) {
-  for (int k = 0; k < kKeys; ++k) {
-    const float kept = s[k] * keep[k];
-    s[k] = keep[k] > 0.0f ? kept : 0.0f;
+void drop(float* s, int64_t stride, int64_t first, int64_t end, const float* keep) {
+  for (int64_t k = first; k < end; ++k) {
+    const float kept = s[k * stride] * keep[k];
+    s[k * stride] = keep[k] > 0.0f ? kept : 0.0f;
   }
 }
 
@@ -163,17 +217,22 @@ bool is_finite(const float* x, int64_t n) {
 float exp_one(float x) { return elementary::exp(x); }
 float log_one(float x) { return elementary::log(x); }
 
-constexpr AttentionKernels make_attention(const char* name, bool hardware_flush, decltype(AttentionKernels::chains) c,
+constexpr AttentionKernels make_attention(const char* name, bool hardware_flush, bool bf16_rows,
+                                          decltype(AttentionKernels::chains) c,
                                           decltype(AttentionKernels::row_keys) row_keys,
                                           decltype(AttentionKernels::row_values) row_values,
-                                          decltype(AttentionKernels::sums) s) {
+                                          decltype(AttentionKernels::sums) s,
+                                          decltype(AttentionKernels::softmax) softmax_of_rows = softmax,
+                                          decltype(AttentionKernels::softmax_columns) of_columns = softmax_columns) {
   return {.name = name,
           .hardware_flush = hardware_flush,
+          .bf16_rows = bf16_rows,
           .chains = c,
           .row_keys = row_keys,
           .row_values = row_values,
           .sums = s,
-          .softmax = softmax,
+          .softmax = softmax_of_rows,
+          .softmax_columns = of_columns,
           .rescale = rescale,
           .keep = keep,
           .drop = drop,

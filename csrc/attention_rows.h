@@ -16,8 +16,8 @@ inline __m256 load_pair(const float* low, const float* high) {
 
 // R rows by G groups of 8 keys: the accumulators of several groups hide the latency of a chain.
 template <int R, int G>
-__attribute__((noinline)) void chain_key_tile(const float* q, int64_t q_row, const float* const* groups,
-                                              const float* const* ahead, int64_t stride, int64_t dim, float* s) {
+__attribute__((noinline)) void chain_key_tile(const float* q, int64_t q_row, const void* const* groups,
+                                              const void* const* ahead, int64_t stride, int64_t dim, float* s) {
   __m256 acc[R][G];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -26,15 +26,16 @@ __attribute__((noinline)) void chain_key_tile(const float* q, int64_t q_row, con
   }
   const float* key[G];
 #pragma GCC unroll 4
-  for (int g = 0; g < G; ++g) key[g] = groups[g];
+  for (int g = 0; g < G; ++g) key[g] = static_cast<const float*>(groups[g]);
   const int64_t stride3 = 3 * stride;
   for (int64_t d = 0; d < dim; d += 4) {
     // Two of the eight rows per step: all of them in the 16 dimensions of a line.
     const int64_t line = d % 16 / 2 * stride + d / 16 * 16;
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      __builtin_prefetch(ahead[g] + line, 0, 2);
-      __builtin_prefetch(ahead[g] + line + stride, 0, 2);
+      const float* next = static_cast<const float*>(ahead[g]) + line;
+      __builtin_prefetch(next, 0, 2);
+      __builtin_prefetch(next + stride, 0, 2);
     }
     __m256 k_DK[G][4];
 #pragma GCC unroll 4
@@ -98,8 +99,9 @@ __attribute__((noinline)) void chain_value_tile(const float* p, const RowGroups&
     for (int j = 0; j < N; ++j) acc[r][j] = Row{};
   }
   for (int64_t k = lo; k < hi;) {
-    const float* v = values.group[k / 8] + k % 8 * values.stride + first;
-    const float* next = values.ahead[k / 8] + k % 8 * values.stride + first;
+    const int64_t at = k % 8 * values.stride + first;
+    const float* v = static_cast<const float*>(values.group[k / 8]) + at;
+    const float* next = static_cast<const float*>(values.ahead[k / 8]) + at;
     const int64_t end = k / 8 * 8 + 8 < hi ? k / 8 * 8 + 8 : hi;
     for (; k < end; ++k, v += values.stride, next += values.stride) {
 #pragma GCC unroll 4

@@ -186,7 +186,7 @@ def test_verify_long_blocks_equal_reference() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [16, 40, 80])
+@pytest.mark.parametrize("dim", [16, 40, 80, 224])
 def test_verify_few_rows_equal_many(dim: int, dtype: torch.dtype) -> None:
     """A few query rows read keys in place: the bits of a chunk of nine queries, which packs them."""
     for (heads, queries), options in itertools.product(((1, 1), (1, 3), (2, 2), (5, 1), (8, 1)), ({}, {"window": 70})):
