@@ -162,14 +162,21 @@ class Packer {
   void find_groups(const void** groups, const KeyRows& x, const Sequence& s, int64_t head, int64_t block) const {
     const int64_t first = block * kKeyBlock;
     const int64_t count = std::min(kKeyBlock, s.k_length - first);
-    const int64_t group_bytes = 8 * x.rows.stride_row * size_of(x.rows.dtype);
-    const char* at = nullptr;
-    for (int64_t k = 0, left = 0; k < count; k += 8, left -= 8, at += group_bytes) {
-      if (left <= 0) {  // one division per page
-        at = row_at(x, s, head, first + k);
-        left = x.page_size == 0 ? kKeyBlock : x.page_size - (first + k) % x.page_size;
+    const int64_t size = size_of(x.rows.dtype);
+    const char* row = at(x.rows, 0, head);
+    int64_t slot = s.k_first + first;  // packed: one page without end
+    int64_t page = 0;
+    if (x.page_size > 0) {
+      page = first / x.page_size;  // the only division
+      slot = first - page * x.page_size;
+    }
+    for (int64_t k = 0; k < count; k += 8, slot += 8) {
+      if (x.page_size > 0 && slot >= x.page_size) {
+        slot -= x.page_size;
+        ++page;
       }
-      groups[k / 8] = at;
+      const int64_t of_page = x.page_size > 0 ? s.pages[page] * x.stride_page : 0;
+      groups[k / 8] = row + (of_page + slot * x.rows.stride_row) * size;
     }
   }
 

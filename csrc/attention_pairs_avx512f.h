@@ -17,14 +17,26 @@ inline __m512 odd_of(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-inline __m128i load_pairs(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+// Eight rows at equal distances: an address is a base and a register times 1, 2 or 4. What the compiler does not see
+// through it keeps in registers, of which there are few.
+struct Distances {
+  int64_t one, three, five, seven;  // bytes
+  explicit Distances(int64_t stride) : one(2 * stride), three(6 * stride), five(10 * stride), seven(14 * stride) {
+    asm("" : "+r"(one), "+r"(three), "+r"(five), "+r"(seven));
+  }
+  const char* row(const char* first, int r) const {
+    return first + (r == 3 ? three : r == 5 ? five : r == 6 ? 2 * three : r == 7 ? seven : r * one);
+  }
+};
 
-// Four dwords of row 4 i + j in the quarter i.
-inline __m512i load_quarters(const uint16_t* a, const uint16_t* b, int64_t stride4) {
-  __m512i x = _mm512_zextsi128_si512(load_pairs(a));
-  x = _mm512_mask_broadcast_i32x4(x, 0x00f0, load_pairs(a + stride4));
-  x = _mm512_mask_broadcast_i32x4(x, 0x0f00, load_pairs(b));
-  return _mm512_mask_broadcast_i32x4(x, 0xf000, load_pairs(b + stride4));
+inline __m128i load_dwords(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+
+// Four dwords of row 4 i + j in the quarter i; 8 rows from a on, 8 from b on.
+inline __m512i load_quarters(const char* a, const char* b, int j, const Distances& by) {
+  __m512i x = _mm512_zextsi128_si512(load_dwords(by.row(a, j)));
+  x = _mm512_mask_broadcast_i32x4(x, 0x00f0, load_dwords(by.row(a, 4 + j)));
+  x = _mm512_mask_broadcast_i32x4(x, 0x0f00, load_dwords(by.row(b, j)));
+  return _mm512_mask_broadcast_i32x4(x, 0xf000, load_dwords(by.row(b, 4 + j)));
 }
 
 // R rows by G groups of 16 keys: the accumulators of several groups hide the latency of a chain.
@@ -37,24 +49,29 @@ __attribute__((noinline)) void chain_pair_key_tile(const float* q, int64_t q_row
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) acc[r][g] = _mm512_setzero_ps();
   }
-  const int64_t stride4 = 4 * stride;
+  const Distances by(stride);
+  const char* group[2 * G];
+#pragma GCC unroll 8
+  for (int g = 0; g < 2 * G; ++g) group[g] = static_cast<const char*>(groups[g]);
   for (int64_t d = 0; d < dim; d += 8) {
     // 2 G groups of 8 rows, their lines of 32 values in the four steps of a line
-    const int64_t line = d / 32 * 32;
+    const int64_t quarter = d / 8 % 4;
+    const int64_t line = d / 32 * 64;
+#pragma GCC unroll 2
+    for (int g = 0; g < (G + 1) / 2; ++g) {
+      const int64_t at = quarter * 4 * G + 8 * g;
+      const char* next = static_cast<const char*>(ahead[at / 8]) + line + at % 8 * by.one;
 #pragma GCC unroll 8
-    for (int g = 0; g < 2 * G; ++g) {
-      const uint16_t* next = static_cast<const uint16_t*>(ahead[g]) + d % 32 / 4 * stride + line;
-      __builtin_prefetch(next, 0, 2);
-      __builtin_prefetch(next + stride, 0, 2);
+      for (int r = 0; r < (G == 1 ? 4 : 8); ++r) __builtin_prefetch(by.row(next, r), 0, 2);
     }
     __m512i pairs[G][4];
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      const uint16_t* a = static_cast<const uint16_t*>(groups[2 * g]) + d;
-      const uint16_t* b = static_cast<const uint16_t*>(groups[2 * g + 1]) + d;
       __m512i x[4];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) x[j] = load_quarters(a + j * stride, b + j * stride, stride4);
+      for (int j = 0; j < 4; ++j) x[j] = load_quarters(group[2 * g], group[2 * g + 1], j, by);
+      group[2 * g] += 16;
+      group[2 * g + 1] += 16;
       const __m512i y0 = _mm512_unpacklo_epi32(x[0], x[1]);
       const __m512i y1 = _mm512_unpackhi_epi32(x[0], x[1]);
       const __m512i y2 = _mm512_unpacklo_epi32(x[2], x[3]);
