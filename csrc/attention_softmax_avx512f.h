@@ -166,10 +166,9 @@ bool softmax_row(float* s, int32_t lo, int32_t hi, float scale, float* m, float*
 void wide_softmax(float* s_RK, int64_t rows, const int32_t* lo, const int32_t* hi, float scale, float cap, float* m,
                   float* factor) {
   if (cap != 0.0f) return softmax(s_RK, rows, lo, hi, scale, cap, m, factor);
-  uint32_t done = 0;  // at most 64 rows, but few call this
   for (int64_t r0 = 0; r0 < rows; r0 += 16) {
     const int64_t end = rows < r0 + 16 ? rows : r0 + 16;
-    done = 0;
+    uint32_t done = 0;  // a bit per row
     for (int64_t r = r0; r < end; ++r) {
       float* s = s_RK + r * kKeys;
       const bool masked = lo[r] > 0 || hi[r] < kKeys;
