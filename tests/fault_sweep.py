@@ -152,6 +152,7 @@ def _rank_life(trial: Trial, rank: int, folder: str, at_call: int, write: int) -
     """A forked rank: never returns."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()  # a process group that loses its shell is continued by the kernel, and then nobody is stopped
         gc.disable()
         torch.set_num_threads(1)
         text = _loop(trial, rank, folder, at_call, write)
