@@ -763,12 +763,21 @@ ProcessGroupTbik::BackendPtr ProcessGroupTbik::split(const c10::intrusive_ptr<c1
   // Groups that are split at once get one store: the members make its keys their own.
   std::string members;
   for (int rank : ranks) members += std::to_string(rank) + ",";
+  // Torch asks once for each device type and keeps the first answer alone: a second one would close its connections
+  // while the other ranks still make theirs.
+  if (split_backend_ && store == split_store_ && members == split_members_) {
+    if (BackendPtr same = split_backend_->lock()) return same;
+  }
   const int count = splits_[members]++;
   auto own = c10::make_intrusive<c10d::PrefixStore>("split/" + members + std::to_string(count) + "/", store);
   const py::gil_scoped_acquire gil;
-  return split_(c10::intrusive_ptr<c10d::Store>(std::move(own)), static_cast<int>(found - ranks.begin()),
-                static_cast<int>(ranks.size()), options->timeout)
-      .cast<BackendPtr>();
+  BackendPtr backend = split_(c10::intrusive_ptr<c10d::Store>(std::move(own)), static_cast<int>(found - ranks.begin()),
+                              static_cast<int>(ranks.size()), options->timeout)
+                           .cast<BackendPtr>();
+  split_store_ = store;
+  split_members_ = members;
+  split_backend_.emplace(backend);
+  return backend;
 }
 
 void ProcessGroupTbik::startCoalescing() {

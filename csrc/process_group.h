@@ -31,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -170,6 +171,10 @@ class ProcessGroupTbik final : public c10d::Backend {
   std::string info_;
   std::shared_ptr<Engine> engine_;
   std::map<std::string, int> splits_;  // of these members, so far
+  // The last split: of which store (kept, so that no other has its address), of whom, and what came of it.
+  c10::intrusive_ptr<c10d::Store> split_store_;
+  std::string split_members_;
+  std::optional<c10::weak_intrusive_ptr<c10d::Backend>> split_backend_;
   std::atomic<uint64_t> sequence_{0};
   std::mutex delegated_mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> delegated_;  // perhaps still under way

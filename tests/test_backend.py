@@ -6,6 +6,7 @@ sockets ("tcp") and gloo ("gloo"). Both at once need hosts: tests/test_two_hosts
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -417,7 +418,16 @@ def check_groups(group: dist.ProcessGroup) -> None:
     y = torch.full((2,), float(rank))
     dist.all_reduce(y, group=mesh["tp"].get_group())
     assert y[0] == (1 if rank < 2 else 5)
+    made: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = made.append  # type: ignore[method-assign]
+    logger = logging.getLogger("tbik.backend")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     split = group.split_group([0, 1] if rank < 2 else [2, 3], timeout=timedelta(seconds=30), group_name=f"s{rank // 2}")
+    logger.removeHandler(handler)
+    # once, not for each device type: a second one that torch drops would close its connections under the others
+    assert sum("reductions over" in record.getMessage() for record in made) == 1
     assert split is not None
     z = torch.ones(2)
     split.allreduce([z]).wait()
