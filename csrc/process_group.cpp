@@ -575,14 +575,14 @@ class ProcessGroupTbik::ReductionWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// A tensor as contiguous memory; written back by commit() if that needed a copy.
 namespace {
 
-// Its values lie as bytes in one run of memory.
+// The values lie in one run of memory as they are.
 bool in_place(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg(); }
 
 }  // namespace
 
+// A tensor as contiguous memory; written back by commit() if that needed a copy.
 struct ProcessGroupTbik::Dense {
   explicit Dense(const at::Tensor& tensor) : original(tensor), flat(tensor.contiguous().resolve_neg()) {}
   void* data() const { return flat.data_ptr(); }

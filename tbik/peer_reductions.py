@@ -27,26 +27,6 @@ LIBRARIES: dict[str, Callable[[], Library]] = {"cuda": peer_library.cuda}
 """Device type -> what reduces its tensors. Tests add the CPU's."""
 
 
-class Launched:
-    """A reduction on the stream that was current when it was asked for."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-        self.event: Any = None
-        if peers.driver.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record(torch.cuda.current_stream(peers.device))
-
-    def is_done(self) -> bool:
-        return self.event is None or bool(self.event.query())
-
-    def wait(self) -> None:
-        """The current stream waits; the host does not. Errors: what kernels have met so far."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.peers.device).wait_event(self.event)
-        self.peers.check()
-
-
 class PeerReductions:
     """The peers of one group and one device."""
 
@@ -54,16 +34,15 @@ class PeerReductions:
         """leave: returns when every rank has called it; TransportError where one does not come. None: no such way."""
         self.peers, self.leave = peers, leave
 
-    def all_reduce(self, op: str, factor: float, tensors: Sequence[Tensor]) -> Launched:
+    def all_reduce(self, op: str, factor: float, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             x = _real(tensor, op)
             flat = x.contiguous()
             self.peers.all_reduce(flat, op=op, factor=factor)
             if flat.data_ptr() != x.data_ptr():
                 x.copy_(flat)
-        return Launched(self.peers)
 
-    def reduce(self, op: str, factor: float, tensors: Sequence[Tensor], root: int) -> Launched:
+    def reduce(self, op: str, factor: float, tensors: Sequence[Tensor], root: int) -> None:
         """By an all-reduce: as many bytes as two_shot sends, and the others' tensors stay as they are."""
         (tensor,) = tensors
         if not 0 <= root < self.peers.size:
@@ -72,9 +51,8 @@ class PeerReductions:
         out = self.peers.all_reduce(x.contiguous(), op=op, factor=factor, out=torch.empty_like(x).contiguous())
         if self.peers.rank == root:
             x.copy_(out)
-        return Launched(self.peers)
 
-    def reduce_scatter(self, op: str, factor: float, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launched:
+    def reduce_scatter(self, op: str, factor: float, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         if len(outputs) != len(inputs):
             raise PlanError("reduce_scatter: as many outputs as inputs are expected")
         for output, x in zip(outputs, inputs):
@@ -85,11 +63,10 @@ class PeerReductions:
                     f"dtype ({self.peers.size} ranks), got {x.numel()} of {x.dtype}"
                 )
             self._scatter(op, factor, out, _real(x, op).contiguous())
-        return Launched(self.peers)
 
     def reduce_scatter_list(
         self, op: str, factor: float, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]]
-    ) -> Launched:
+    ) -> None:
         """Chunks of one size by reduce_scatter, of different sizes by one all-reduce."""
         (output,), (chunks,) = outputs, inputs
         out, parts = _real(output, op), [_real(chunk, op) for chunk in chunks]
@@ -105,7 +82,6 @@ class PeerReductions:
         else:
             self.peers.all_reduce(flat, op=op, factor=factor)
             out.copy_(torch.split(flat, [part.numel() for part in parts])[rank].view(out.shape))
-        return Launched(self.peers)
 
     def _scatter(self, op: str, factor: float, out: Tensor, x: Tensor) -> None:
         direct = out if out.is_contiguous() and not _straddles(out, x) else torch.empty_like(out).contiguous()
