@@ -171,6 +171,19 @@ def row_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "chains of an embedding's gradient", lambda: norm.chains_of_tokens(x, ids, ids[:3])
 
 
+def expert_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    import torch
+
+    from tbik.kernels import experts
+
+    rows, values = torch.zeros(64, 8, dtype=torch.int64), torch.empty(8, 512, 4096)
+    yield "weighted chains over slots", lambda: experts.combine_slots(values, rows, torch.empty(64, 8))
+    yield "chains over slots", lambda: experts.combine_slots(values, rows, None)
+    x = torch.empty(64, 4096, dtype=torch.bfloat16)
+    yield "products", lambda: experts.multiply(x, torch.empty(64, 4096), torch.float32)
+    yield "products by rows", lambda: experts.multiply(x, torch.empty(64), torch.bfloat16)
+
+
 def vocab_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     import torch
 
@@ -260,6 +273,7 @@ CASES: dict[str, Callable[[str], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "matmul": matmul_cases,
     "combine": combine_cases,
     "rows": row_cases,
+    "experts": expert_cases,
     "vocabulary": vocab_cases,
     "fingerprint": fingerprint_cases,
     "attention": attention_cases,

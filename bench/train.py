@@ -2,6 +2,7 @@
 
     python bench/train.py --json bench/results/train.json          2 ranks, a Qwen3 of 37 M parameters, bf16 compute
     python bench/train.py --isa AVX512_CORE_BF16                    torch without AMX (ONEDNN_MAX_CPU_ISA)
+    python bench/train.py --ours gloo                               our policy on torch's movement as well
 
 A step: A micro-steps of m samples per rank, forward, backward, reduce-scatter, norm and clipping, AdamW. Both sides
 keep 1/D of the gradients between micro-steps (a reduce-scatter in each), or with --accumulation unsharded both keep
@@ -10,6 +11,7 @@ alternate (ours, torch in bf16, torch in fp32, ours, ...) in the same processes;
 ours/torch (below 1: ours is faster). fp32 master weights everywhere; torch's bf16 run has MixedPrecisionPolicy(bf16,
 reduce_dtype=fp32). torch has no fast bf16 product on a CPU without bf16 instructions, so that there its fp32 run is
 the one to compare with; ours computes in bf16.
+Torch runs on gloo, its backend for CPUs; ours on "tbik" (--ours gloo: on gloo as well), with the same policy and bits.
 --clock cpu: CPU seconds of rank 0, all its threads, which a loaded machine leaves comparable; waiting does not count.
 Memory: the bytes of the sharded gradients (covers) that ours held at most, beside the bound: so many times the rank's
 own gradients, each use of a parameter counted.
@@ -31,7 +33,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tbik.fsdp
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="measured rounds of steps, after one that is not")
     parser.add_argument("--bf16-rounds", type=int, help="of these, how many with torch's bf16 too; by default all")
     parser.add_argument("--isa", help="ONEDNN_MAX_CPU_ISA for torch's own products, e.g. AVX512_CORE_BF16")
+    parser.add_argument("--ours", choices=("tbik", "gloo"), default="tbik", help="backend of our side")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -100,11 +103,13 @@ def main() -> None:
 
 def _task(rank: int, link: Link, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (options["ranks"],))
+    group = dist.new_group(backend=options["ours"])
+    our_mesh = DeviceMesh.from_group(group, "cpu")
     generator = torch.Generator().manual_seed(0)
     shape = (options["samples"], options["tokens"])
     ids = list(torch.randint(0, SIZES["vocab_size"], shape, generator=generator))
     sides = [
-        _Ours(mesh, ids, options, rank),
+        _Ours(our_mesh, ids, options, rank),
         _Torch(mesh, ids, options, rank, torch.bfloat16),
         _Torch(mesh, ids, options, rank, torch.float32),
     ]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tbik import _C
+from tbik import devices
 from tbik.collectives import all_reduce
 from tbik.errors import PlanError
 from tbik.nn import Rows, _differentiable_once, _parameter, _require_plan, _Sharding, _sharding
@@ -218,7 +218,8 @@ class _Routed(torch.autograd.Function):
                 out_dtype=torch.float32,
                 parallel=False,
             )
-            dx = _C.fold([routed_x, router_x], _run_schedule(0, 2, 2, True, False), out_dtype=x.dtype)
+            fold = devices.kernels_of(dlogits).fold
+            dx = fold([routed_x, router_x], _run_schedule(0, 2, 2, True, False), out_dtype=x.dtype)
         if needs_router:
             drouter = linear_dw(dlogits, x, plan=call.plan, compute_dtype=call.compute, sample_offsets=call.samples)
         return None, dx, drouter, gradients.gate_up, gradients.down

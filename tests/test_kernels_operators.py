@@ -303,7 +303,100 @@ def test_verify_covers_of_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_bitwise_equal(actual, wanted, f"result {i}")
 
 
+# --- experts --------------------------------------------------------------------------------------------------------
+
+
+def test_verify_chains_over_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results below the smallest normal number, absent slots, rows of more than a block; products, also per row."""
+    from tbik import _C
+    from tbik.kernels import on_cuda as kernels
+
+    values, rows = (
+        wide_exponents((2, 7, 1030), FP32, 0, spread=250),
+        torch.tensor([[0, 3, 6], [6, -1, 0], [-1, -1, -1]]),
+    )
+    scale = wide_exponents((3, 3), FP32, 1, spread=40)
+    given = [t.to(DEVICE) for t in (values, rows, scale)]
+    for factors, at in ((scale, given[2]), (None, None)):
+        actual = kernels.combine_slots(*given[:2], at).cpu()
+        assert_bitwise_equal(actual, _C.combine_slots(values, rows, factors), f"scale {factors is not None}")
+    flipped = kernels.combine_slots(given[0], given[1].flip(1), given[2].flip(1)).cpu()
+    assert_bits_differ(flipped, _C.combine_slots(values, rows, scale), "descending slots")
+    x, y = (wide_exponents((3, 530), t, i, spread=24) for i, t in enumerate((BF16, FP32)))
+    x_, y_, f_ = (t.to(DEVICE) for t in (x, y, scale[:, 0].contiguous()))
+    assert_bitwise_equal(kernels.multiply(x_, y_).cpu(), _C.multiply(x, y), "elements")
+    for t, t_ in ((x, x_), (y, y_)):
+        expected = _C.scale_rows(t, scale[:, 0].contiguous(), t.dtype)
+        assert_bitwise_equal(kernels.scale_rows(t_, f_, t.dtype).cpu(), expected, f"rows of {t.dtype}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "normalize", "plan"),
+    [(BF16, True, TreePlan(leaves=3)), (FP32, False, TreePlan(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"))],
+    ids=str,
+)
+def test_verify_experts(
+    dtype: torch.dtype, normalize: bool, plan: TreePlan, on_cuda: Callable[..., list[Tensor]]
+) -> None:
+    """Router, experts, fan-in: y and the gradients of x, router, gate_up, down; samples of 3, 0 and 4 tokens."""
+    from tbik.routed_experts import RoutedExperts
+
+    hidden, inner, experts = 10, 12, 4
+    x = wide_exponents((7, hidden), dtype, 1, spread=6)
+    router = wide_exponents((experts, hidden), FP32, 2, spread=6).div(40)
+    gate_up, down = (
+        wide_exponents((experts, 2 * inner, hidden), FP32, 3),
+        wide_exponents((experts, hidden, inner), FP32, 4),
+    )
+
+    def operator(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        parameters = (router, gate_up, down)
+        module = RoutedExperts(
+            *(t.detach() for t in parameters),
+            intermediate=inner, slots=2, normalize=normalize, plan=plan, compute_dtype=dtype,
+        )  # fmt: skip
+        names = [name for name, _ in module.named_parameters()]
+        y: Tensor = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x, [0, 3, 3, 7]))
+        return y
+
+    actual, expected = (run(operator, x, router, gate_up, down) for run in (on_cuda, results_of))
+    assert_same(actual, expected, "experts")
+    assert len(actual) == 5
+
+
+def test_verify_covers_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of leaves, the whole root, and the same where a leaf is held at a time."""
+    from tbik.ops.linear import CoverRun
+
+    expert_ops = importlib.import_module("tbik.ops.experts")
+    x, down = wide_exponents((5, 6), BF16, 1, spread=6), wide_exponents((3, 6, 9), BF16, 2)
+    gate_up, logits = wide_exponents((3, 18, 6), BF16, 3), torch.randn(5, 3)
+    plan, run = TreePlan(leaves=4), CoverRun(9, 1, 4)
+    cuts = plan.cuts(9)
+    columns = slice(cuts[1], cuts[4])
+    part = (gate_up.view(3, 2, 9, 6)[:, :, columns].reshape(3, -1, 6), down[:, :, columns].contiguous())
+
+    def everything(device: str) -> list[Tensor]:
+        x_, l_, gate_up_, down_, part_gate, part_down = (t.to(device) for t in (x, logits, gate_up, down, *part))
+        routing = expert_ops.route(l_, 2)
+        cover = expert_ops.experts_cover(x_, routing, part_gate, part_down, run, plan=plan)
+        return [t.cpu() for t in (*routing, cover, expert_ops.experts(x_, routing, gate_up_, down_, plan=plan))]
+
+    expected = everything("cpu")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(devices, "is_cuda", lambda t: True)
+    for scratch in (expert_ops.SCRATCH_BYTES, 1):
+        monkeypatch.setattr(expert_ops, "SCRATCH_BYTES", scratch)
+        for i, (actual, wanted) in enumerate(zip(everything(DEVICE), expected, strict=True)):
+            compare = torch.equal(actual, wanted) if wanted.dtype == torch.int64 else None
+            assert compare is not False, f"result {i}"
+            if compare is None:
+                assert_bitwise_equal(actual, wanted, f"result {i}, scratch {scratch}")
+
+
 OPERATORS = [
+    "experts",
+    "experts_cover",
     "softcap",
     "softcap_backward",
     "row_sum",

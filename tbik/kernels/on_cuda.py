@@ -20,6 +20,7 @@ from tbik.kernels import activation as activation_kernels
 from tbik.kernels import attention as attention_kernels
 from tbik.kernels import combine, philox, vocab
 from tbik.kernels import embedding as embedding_kernels
+from tbik.kernels import experts as expert_kernels
 from tbik.kernels import norm as norm_kernels
 from tbik.kernels import rope as rope_kernels
 from tbik.kernels.folding import Fold, Push
@@ -174,6 +175,24 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 def softcap_dx(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     """cast(dy (1 - t t)), t = tanh(x / cap)."""
     return activation_kernels.softcap(dense(x), cap, dense(dy))
+
+
+# --- experts --------------------------------------------------------------------------------------------------------
+
+
+def combine_slots(values: Tensor, rows: Tensor, scale: Tensor | None) -> Tensor:
+    """fp32 [L, T, H]: the chain over the slots of each token (M2, M3)."""
+    return expert_kernels.combine_slots(dense(values), rows.contiguous(), None if scale is None else dense(scale))
+
+
+def scale_rows(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """cast(x[row] * scale[row])."""
+    return expert_kernels.multiply(dense(x), dense(scale), out_dtype)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 a * b, element by element."""
+    return expert_kernels.multiply(dense(a), dense(b), torch.float32)
 
 
 # --- sums of rows and of tensors, dropout, embedding ----------------------------------------------------------------

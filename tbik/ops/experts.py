@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tbik import _C
+from tbik import _C, devices
 from tbik.errors import PlanError
 from tbik.ops.linear import (
     CoverRun,
@@ -37,6 +37,7 @@ from tbik.ops.linear import (
     _plan_key,
     _require_compute,
     _require_dense,
+    _require_leaf,
     _require_one_device,
     _require_out,
     _require_run,
@@ -70,22 +71,26 @@ def route(logits: Tensor, slots: int, *, normalize: bool = True) -> Routing:
     """
     where = "ops.route"
     _require_logits(where, logits, slots)
-    values, ids = _C.vocab_top_k(logits, None, 0, slots)
+    kernels = devices.kernels_of(logits)
+    values, ids = kernels.vocab_top_k(logits, None, 0, slots)
     if normalize:
-        return Routing(_C.vocab_softmax(values, 1)[0], ids)
-    return Routing(_C.vocab_softmax(logits, 1)[0].gather(1, ids), ids)
+        return Routing(kernels.vocab_softmax(values, 1)[0], ids)
+    return Routing(kernels.vocab_softmax(logits, 1)[0].gather(1, ids), ids)
 
 
 def route_backward(grad_weights: Tensor, logits: Tensor, ids: Tensor, *, normalize: bool = True) -> Tensor:
     """dlogits fp32 [T, E] of `route`: V3 over the chosen logits (+0 elsewhere), or over all. Batch-invariant."""
     _require_logits("ops.route_backward", logits, ids.shape[-1])
+    kernels = devices.kernels_of(logits)
+    dlogits: Tensor
     if not normalize:
         dp = torch.zeros_like(logits).scatter(1, ids, grad_weights)
-        _, m, s = _C.vocab_softmax(logits, 1)
-        return _C.vocab_softmax_dx(dp, logits, m, s, None, 1)
+        _, m, s = kernels.vocab_softmax(logits, 1)
+        dlogits = kernels.vocab_softmax_dx(dp, logits, m, s, None, 1)
+        return dlogits
     values = logits.gather(1, ids)
-    _, m, s = _C.vocab_softmax(values, 1)
-    return torch.zeros_like(logits).scatter(1, ids, _C.vocab_softmax_dx(grad_weights, values, m, s, None, 1))
+    _, m, s = kernels.vocab_softmax(values, 1)
+    return torch.zeros_like(logits).scatter(1, ids, kernels.vocab_softmax_dx(grad_weights, values, m, s, None, 1))
 
 
 def experts(
@@ -233,30 +238,38 @@ def experts_backward(
     inner = _local_cuts(plan, run)
     width = inner[-1]
     dy = dy.contiguous()
+    kernels = devices.kernels_of(x)
     x_PH, dy_PH = x.index_select(0, pairs.token), dy.index_select(0, pairs.token)
     gates = _gate_up(x_PH, pairs, gate_up, plan, compute)
-    h_Pi = _C.activation(gates[:, :width], gates[:, width:], "silu")
+    h_Pi = kernels.activation(gates[:, :width], gates[:, width:], "silu")
     whole = _run_schedule(0, plan.leaves, plan.leaves, True, False)
-    u_Pi = torch.empty(len(pairs.token), width, dtype=torch.float32)
+    u_Pi = torch.empty(len(pairs.token), width, dtype=torch.float32, device=x.device)
     for expert, rows in pairs.each():
         u_Pi[rows] = _contract(
-            [dy_PH[rows]], [down[expert]], [_cuts(plan, x.shape[1])], whole, compute, torch.float32, b_k_major=True
+            [dy_PH[rows]],
+            [down[expert]],
+            [_cuts(plan, x.shape[1])],
+            whole,
+            compute,
+            torch.float32,
+            leaf=plan.leaf,
+            b_k_major=True,
         )
     weights_P = routing.weights.reshape(-1).index_select(0, pairs.slot)
-    products = _C.row_nodes(
-        _C.multiply(h_Pi, u_Pi), inner, _run_schedule(*run[1:], plan.leaves, False, False), 1, torch.float32
+    products = kernels.row_nodes(
+        kernels.multiply(h_Pi, u_Pi), inner, _run_schedule(*run[1:], plan.leaves, False, False), 1, torch.float32
     )  # [C, P]
     dweights = products.new_zeros(products.shape[0], routing.ids.numel())
     dweights[:, pairs.slot] = products
-    dh_Pi = _C.scale_rows(u_Pi, weights_P, x.dtype)
+    dh_Pi = kernels.scale_rows(u_Pi, weights_P, x.dtype)
     del u_Pi
-    (dgates,) = _C.activation_dx(dh_Pi, gates[:, :width], gates[:, width:], "silu", True)
+    (dgates,) = kernels.activation_dx(dh_Pi, gates[:, :width], gates[:, width:], "silu", True)
     members = [dgates[:, :width], dgates[:, width:]]
 
     def part(leaf: int, end: int) -> Tensor:
         cuts = [c - inner[leaf] for c in inner[leaf : end + 1]]
         columns = slice(inner[leaf], inner[end])
-        values = torch.empty(end - leaf, len(pairs.token), x.shape[1], dtype=torch.float32)
+        values = torch.empty(end - leaf, len(pairs.token), x.shape[1], dtype=torch.float32, device=x.device)
         for expert, rows in pairs.each():
             w = gate_up[expert]
             values[:, rows] = _contract(
@@ -266,9 +279,10 @@ def experts_backward(
                 _apart(end - leaf),
                 compute,
                 torch.float32,
+                leaf=plan.leaf,
                 b_k_major=True,
             )
-        return _C.combine_slots(values, pairs.rows, None)
+        return kernels.combine_slots(values, pairs.rows, None)
 
     dx = _fold_parts(part, pairs, x.shape[1], run, plan, False, rounds, torch.float32)
     dgate_up = ddown = None
@@ -276,10 +290,10 @@ def experts_backward(
     if any(needs_parameters):
         blocks = pairs.blocks(sample_offsets)
     if needs_parameters[0]:
-        dgate_up = _parameter_gradient(dgates, x_PH, pairs, blocks, compute, narrow, gate_up.shape)
+        dgate_up = _parameter_gradient(dgates, x_PH, pairs, blocks, compute, narrow, gate_up.shape, plan.leaf)
     if needs_parameters[1]:
-        do_PH = _C.scale_rows(dy_PH, weights_P, dy.dtype)
-        ddown = _parameter_gradient(do_PH, h_Pi, pairs, blocks, compute, narrow, down.shape)
+        do_PH = kernels.scale_rows(dy_PH, weights_P, dy.dtype)
+        ddown = _parameter_gradient(do_PH, h_Pi, pairs, blocks, compute, narrow, down.shape, plan.leaf)
     return ExpertGradients(dx, dweights.view(products.shape[0], *routing.ids.shape), dgate_up, ddown)
 
 
@@ -290,6 +304,7 @@ def experts_backward(
     "experts",
     "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, str plan, ScalarType compute, "
     "ScalarType out_dtype) -> Tensor",
+    cuda=True,
 )
 def _experts(
     x: Tensor,
@@ -325,6 +340,7 @@ def _experts_fake(
     "experts_cover",
     "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, str plan, ScalarType compute, int length, "
     "int lo, int hi) -> Tensor",
+    cuda=True,
 )
 def _experts_cover(
     x: Tensor,
@@ -383,7 +399,7 @@ class _Pairs(NamedTuple):
         counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
         slot = flat.argsort(stable=True)[counts[0] :]
         rows = torch.full_like(flat, -1)
-        rows[slot] = torch.arange(len(slot))
+        rows[slot] = torch.arange(len(slot), device=slot.device)
         bounds = [0]
         for count in counts[1:]:
             bounds.append(bounds[-1] + count)
@@ -399,7 +415,7 @@ class _Pairs(NamedTuple):
     def blocks(self, sample_offsets: Sequence[int]) -> tuple[dict[int, list[int]], tuple[int, ...]]:
         """Per expert the cuts of its pairs into blocks of 512 positions of a sample, and the blocks of each sample."""
         starts, num_blocks = _token_blocks(sample_offsets)
-        at = torch.tensor(starts)
+        at = torch.tensor(starts, device=self.token.device)
         cuts = {expert: torch.searchsorted(self.token[rows], at).tolist() for expert, rows in self.each()}
         return cuts, num_blocks
 
@@ -414,9 +430,9 @@ def _gate_up(x_PH: Tensor, pairs: _Pairs, gate_up: Weights, plan: TreePlan, comp
     """[P, 2i] in compute: gate before up, each the root over H, rounded once."""
     whole = _run_schedule(0, plan.leaves, plan.leaves, True, False)
     cuts = [_cuts(plan, x_PH.shape[1])]
-    out = torch.empty(len(pairs.token), gate_up.shape[1], dtype=compute)
+    out = torch.empty(len(pairs.token), gate_up.shape[1], dtype=compute, device=x_PH.device)
     for expert, rows in pairs.each():
-        out[rows] = _by_expert(x_PH[rows], gate_up, expert, slice(None), cuts, whole, compute, compute)
+        out[rows] = _by_expert(x_PH[rows], gate_up, expert, slice(None), cuts, whole, compute, compute, plan.leaf)
     return out
 
 
@@ -429,11 +445,12 @@ def _by_expert(
     schedule: _C.Schedule,
     compute: torch.dtype,
     out_dtype: torch.dtype,
+    leaf: str,
 ) -> Tensor:
     """x W[expert][:, columns]^T; a pack is of all columns."""
     if isinstance(w, PackedExperts):
         return _contract([x], w.packs[expert], cuts, schedule, compute, out_dtype, n=w.shape[1])
-    return _contract([x], [w[expert][:, columns]], cuts, schedule, compute, out_dtype)
+    return _contract([x], [w[expert][:, columns]], cuts, schedule, compute, out_dtype, leaf=leaf)
 
 
 def _forward(
@@ -447,21 +464,30 @@ def _forward(
     to_root: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    kernels = devices.kernels_of(x)
     pairs = _Pairs.of(routing.ids, gate_up.shape[0])
     inner = _local_cuts(plan, run)
     width = inner[-1]
     gates = _gate_up(x.index_select(0, pairs.token), pairs, gate_up, plan, compute)
-    h_Pi = _C.activation(gates[:, :width], gates[:, width:], "silu") if width else gates
+    h_Pi = kernels.activation(gates[:, :width], gates[:, width:], "silu") if width else gates
 
     def part(leaf: int, end: int) -> Tensor:
         cuts = [c - inner[leaf] for c in inner[leaf : end + 1]]
         columns = slice(inner[leaf], inner[end])
-        values = torch.empty(end - leaf, len(pairs.token), x.shape[1], dtype=torch.float32)
+        values = torch.empty(end - leaf, len(pairs.token), x.shape[1], dtype=torch.float32, device=x.device)
         for expert, rows in pairs.each():
             values[:, rows] = _by_expert(
-                h_Pi[rows, columns], down, expert, columns, [cuts], _apart(end - leaf), compute, torch.float32
+                h_Pi[rows, columns],
+                down,
+                expert,
+                columns,
+                [cuts],
+                _apart(end - leaf),
+                compute,
+                torch.float32,
+                plan.leaf,
             )
-        return _C.combine_slots(values, pairs.rows, routing.weights)
+        return kernels.combine_slots(values, pairs.rows, routing.weights)
 
     at_once = run.hi - run.lo if isinstance(down, PackedExperts) else None
     return _fold_parts(part, pairs, x.shape[1], run, plan, to_root, _rounds(plan, True), out_dtype, at_once)
@@ -484,13 +510,14 @@ def _fold_parts(
     """
     count = run.hi - run.lo
     if not count:
-        return torch.zeros(0, pairs.num_tokens, hidden, dtype=torch.float32)
+        return torch.zeros(0, pairs.num_tokens, hidden, dtype=torch.float32, device=pairs.token.device)
     if at_once is None:
         at_once = max(1, min(count, SCRATCH_BYTES // max(1, 4 * len(pairs.token) * hidden)))
     parts = [part(leaf, min(leaf + at_once, count)) for leaf in range(0, count, at_once)]
     leaves = [leaf for some in parts for leaf in some]
     schedule = _run_schedule(run.lo, run.hi, plan.leaves, to_root, rounds)
-    return _C.fold(leaves, schedule, out_dtype=out_dtype)
+    folded: Tensor = devices.kernels_of(leaves[0]).fold(leaves, schedule, out_dtype=out_dtype)
+    return folded
 
 
 def _apart(count: int) -> _C.Schedule:
@@ -506,10 +533,11 @@ def _parameter_gradient(
     compute: torch.dtype,
     narrow: bool,
     shape: torch.Size,
+    leaf: str,
 ) -> Tensor:
     """dW [E, N, K] fp32: of each expert the tree over samples and blocks of the pairs that chose it; +0 for no pair."""
     cuts, num_blocks = blocks
-    dw = torch.zeros(shape, dtype=torch.float32)
+    dw = torch.zeros(shape, dtype=torch.float32, device=a.device)
     if num_blocks:
         schedule = _sample_schedule(num_blocks, narrow)
         for expert, rows in pairs.each():
@@ -520,6 +548,7 @@ def _parameter_gradient(
                 schedule,
                 compute,
                 torch.float32,
+                leaf=leaf,
                 a_k_major=True,
                 b_k_major=True,
             )
@@ -530,7 +559,7 @@ def _parameter_gradient(
 
 
 def _require_logits(where: str, logits: Tensor, slots: int) -> None:
-    _require_dense(where, "logits", logits)
+    _require_dense(where, "logits", logits, devices.CPU_AND_CUDA)
     if logits.dim() != 2 or logits.dtype != torch.float32:
         raise PlanError(f"{where}: expected fp32 logits [T, E], got {logits.dtype} {_shape(logits)}")
     if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= logits.shape[1]:
@@ -548,7 +577,8 @@ def require_experts(
     run: CoverRun | None = None,
 ) -> torch.dtype:
     """The compute dtype; PlanError for everything that these operators do not do."""
-    _require_dense(where, "x", x)
+    _require_dense(where, "x", x, devices.CPU_AND_CUDA)
+    _require_leaf(where, plan, x)
     compute = x.dtype if compute_dtype is None else compute_dtype
     _require_compute(where, compute, plan)
     if plan.acc_dtype != "float32" or x.dtype != compute or x.dim() != 2:
@@ -557,7 +587,7 @@ def require_experts(
             f"{x.dtype} {_shape(x)} and {plan.acc_dtype}"
         )
     for name, w in (("gate_up", gate_up), ("down", down)):
-        _require_dense(where, name, w)
+        _require_dense(where, name, w, devices.CPU_AND_CUDA)
         _require_same_device(where, "x", x, name, w)
         _require_weight_dtype(where, name, w.dtype, compute)
     inner = down.shape[-1]
