@@ -12,7 +12,8 @@ a ratio is the median of torch/ours over the pairs (above 1: ours is faster). Be
 rows in the batch, every path gives the same bits, and errors against exact sums are compared with torch's.
 
 On machines with AMX, stock torch multiplies bf16 on AMX tiles, whose accumulation order is not an ascending chain and
-cannot be made one. Therefore two baselines: torch as it comes, and torch without AMX (oneDNN limited by
+cannot be made one; --leaf amx times the order that they do have (ORDER.md A14).
+Therefore two baselines: torch as it comes, and torch without AMX (oneDNN limited by
 ONEDNN_MAX_CPU_ISA in a process of its own, in which ours runs too). fp32 uses neither. Where the CPU has no AMX the two
 are the same thing, and the second is left out (unless --baseline-isa asks for it).
 """
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="M; with --train the first is taken")
     parser.add_argument("--shapes", nargs="+", default=[f"{k}x{n}" for k, n in SHAPES], help="KxN")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--leaf", choices=("fma", "amx"), default="fma", help="order inside a leaf (ORDER.md A14)")
     parser.add_argument("--pairs", type=int, default=9, help="measured pairs of calls, at least")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="time per cell that cheap cells fill with more pairs"
@@ -77,7 +79,7 @@ def main() -> None:
     shapes = [tuple(int(part) for part in shape.split("x")) for shape in options.shapes]
 
     if not options.child:
-        check_bits()
+        check_bits(options.leaf)
     rows = [row for shape in shapes for name in options.dtypes for row in measure(shape, name, options)]
     if options.child:
         print(json.dumps(rows))
@@ -86,7 +88,7 @@ def main() -> None:
         for row, other in zip(rows, rows_with_isa(options.baseline_isa)):
             assert all(row[key] == other[key] for key in ("k", "n", "m", "dtype", "samples"))
             row["ratio_isa"], row["torch_isa_ms"] = other["ratio"], other["torch_ms"]
-    report = {"machine": machine(options), "accuracy": accuracy(), "rows": rows}
+    report = {"machine": machine(options), "accuracy": accuracy(options.leaf), "rows": rows}
     show(report, options)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +118,7 @@ def measure(shape: tuple[int, int], name: str, options: argparse.Namespace) -> l
         x_MK = torch.randn(m, k).to(dtype)
 
         def ours(x_MK: torch.Tensor = x_MK) -> None:
-            _C.gemm([x_MK], False, packed, False, cuts, root, name, None, dtype)
+            _C.gemm([x_MK], False, packed, False, cuts, root, name, None, dtype, leaf=options.leaf)
 
         def torchs(x_MK: torch.Tensor = x_MK) -> None:
             F.linear(x_MK, w_NK)
@@ -130,7 +132,7 @@ def measure(shape: tuple[int, int], name: str, options: argparse.Namespace) -> l
 def train_row(w_NK: torch.Tensor, name: str, m: int, samples: int, options: argparse.Namespace) -> dict[str, Any]:
     """Forward, dX and dW; ours returns dW in fp32 (S2), torch in the weight's dtype."""
     n, k = w_NK.shape
-    plan = TreePlan(leaves=LEAVES)
+    plan = TreePlan(leaves=LEAVES, leaf=options.leaf)
     offsets = [m * i // samples for i in range(samples + 1)]
     x_MK = torch.randn(m, k).to(w_NK.dtype).requires_grad_()
     dy_MN = torch.randn(m, n).to(w_NK.dtype)
@@ -186,26 +188,27 @@ def compare(
     }
 
 
-def check_bits() -> None:
+def check_bits(leaf: str) -> None:
     """Refuses to time kernels whose bits are wrong: rows alone = batch, every path the same."""
     for name, dtype in DTYPES.items():
         x_MK, w_NK = torch.randn(70, 1000).to(dtype), torch.randn(130, 1000).to(dtype)
         cuts, root = [_C.cuts(1000, LEAVES)], _C.run_schedule(0, LEAVES, LEAVES, True)
         packed = _C.pack([w_NK], False, cuts, name)
-        batch = _C.gemm([x_MK], False, packed, False, cuts, root, name, None, torch.float32)
-        for path in _C.cpu_paths():
+        batch = _C.gemm([x_MK], False, packed, False, cuts, root, name, None, torch.float32, leaf=leaf)
+        for path in _C.amx_paths() if leaf == "amx" and name == "bfloat16" else _C.cpu_paths():
             if path == "avx512_bf16" and name != "bfloat16":
                 continue
-            again = _C.gemm([x_MK], False, packed, False, cuts, root, name, None, torch.float32, path)
+            again = _C.gemm([x_MK], False, packed, False, cuts, root, name, None, torch.float32, path, leaf)
             if not again.view(torch.int32).equal(batch.view(torch.int32)):
                 raise RuntimeError(f"bench/linear.py: path {path} and the default differ in bits for {name}")
         for row in range(70):
-            alone = _C.gemm([x_MK[row : row + 1]], False, packed, False, cuts, root, name, None, torch.float32)
+            one = x_MK[row : row + 1]
+            alone = _C.gemm([one], False, packed, False, cuts, root, name, None, torch.float32, leaf=leaf)
             if not alone.view(torch.int32).equal(batch[row : row + 1].view(torch.int32)):
                 raise RuntimeError(f"bench/linear.py: row {row} alone differs from the batch in bits for {name}")
 
 
-def accuracy() -> dict[str, dict[str, float]]:
+def accuracy(leaf: str) -> dict[str, dict[str, float]]:
     """Root mean square error against the fp64 product of the same operands, relative to the rms of the product.
 
     bf16 and fp32: ours with the leaves of the timed calls and with 32, torch's, and what one rounding of the exact
@@ -218,7 +221,7 @@ def accuracy() -> dict[str, dict[str, float]]:
 
         def ours(leaves: int, name: str = name, x_MK: torch.Tensor = x_MK, w_NK: torch.Tensor = w_NK) -> torch.Tensor:
             cuts, root = [_C.cuts(4096, leaves)], _C.run_schedule(0, leaves, leaves, True)
-            return _C.gemm([x_MK], False, [w_NK], False, cuts, root, name, None, x_MK.dtype)
+            return _C.gemm([x_MK], False, [w_NK], False, cuts, root, name, None, x_MK.dtype, leaf=leaf)
 
         def error(y: torch.Tensor, exact: torch.Tensor = exact) -> float:
             return float((y.double() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())

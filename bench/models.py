@@ -2,6 +2,7 @@
 
     python bench/models.py --threads 1 --json bench/results/models.json
     python bench/models.py --isa AVX512_CORE_BF16           torch without AMX (ONEDNN_MAX_CPU_ISA), its own process
+    python bench/models.py --leaf amx                       ours in the order of AMX (ORDER.md A14)
     python bench/models.py --clock cpu                      (one thread, a busy machine: seconds of the processor)
 
 Both models have the same bf16 weights; ours is frozen for prefill and decode (packed once), thawed to train. Calls
@@ -14,6 +15,7 @@ Memory: resident set of a process that does one thing with one of the models, at
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="measured pairs of calls")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--isa", help="ONEDNN_MAX_CPU_ISA for torch's own products, e.g. AVX512_CORE_BF16")
+    parser.add_argument("--leaf", choices=("fma", "amx"), default="fma", help="order inside a leaf (ORDER.md A14)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: one thread, on a busy machine")
     parser.add_argument("--no-memory", action="store_true", help="leave the resident sets out")
     parser.add_argument("--json", type=Path, help="write machine and rows")
@@ -82,7 +85,7 @@ def main() -> None:
 
     machine = {
         "cpu": cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "threads": options.threads,
-        "clock": options.clock, "path": _C.default_path("bfloat16"), "torch": torch.__version__,
+        "clock": options.clock, "leaf": options.leaf, "path": _C.default_path("bfloat16"), "torch": torch.__version__,
         "onednn_isa": options.isa or "as it comes", "python": platform.python_version(),
         "transformers": transformers.__version__, "commit": commit(),
     }  # fmt: skip
@@ -107,10 +110,14 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 def our_model(options: argparse.Namespace) -> Any:
     import torch
+    from transformers import AutoConfig
 
     import tbik
+    from tbik.huggingface.parallelize import default_plan
 
-    return tbik.load_checkpoint(folder_of(options), dtype=torch.bfloat16)
+    folder = folder_of(options)
+    plan = dataclasses.replace(default_plan(AutoConfig.from_pretrained(folder)), leaf=options.leaf)
+    return tbik.load_checkpoint(folder, plan=plan, dtype=torch.bfloat16)
 
 
 def stock_model(options: argparse.Namespace) -> Any:

@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of a rank")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--leaf", choices=("fma", "amx"), default="fma", help="of our plan (ORDER.md A14)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="sizes for the wide model")
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of the engine's process, at TP 1 with one thread"
@@ -109,12 +110,12 @@ def main() -> None:
             "load": os.getloadavg()[0],
             "loads": [asdict(load) for load in options.loads],
         }
-        facts |= {"threads": options.threads, "rounds": options.rounds, "dtype": options.dtype}
+        facts |= {"leaf": options.leaf, "threads": options.threads, "rounds": options.rounds, "dtype": options.dtype}
         options.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
 
 
 def settings(folder: Path, tp: int, mode: str, options: argparse.Namespace) -> EngineSettings:
-    plan = TreePlan.for_model(folder, (1, 2) if tp > 1 else (tp,), equal=True)
+    plan = TreePlan.for_model(folder, (1, 2) if tp > 1 else (tp,), equal=True, leaf=options.leaf)
     return EngineSettings(
         "vllm", str(folder), tp=tp, mode=mode, plan=plan, dtype=options.dtype, longest=320, threads=options.threads
     )

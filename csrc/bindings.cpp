@@ -133,10 +133,12 @@ at::Tensor gemm(const std::vector<at::Tensor>& a, bool a_k_major,
                 const std::variant<std::shared_ptr<tbik::PackedB>, std::vector<at::Tensor>>& b, bool b_k_major,
                 const std::vector<std::vector<int64_t>>& cuts, const tbik::Schedule& program,
                 const std::string& compute_name, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
-                const std::string& path) {
+                const std::string& path, const std::string& leaf) {
   const DType compute = compute_of(compute_name);
   const DType accumulation = tbik::accumulation(compute);
-  const tbik::GemmKernels& kernels = tbik::find_path(path, compute);
+  if (leaf != "fma" && leaf != "amx") refuse("gemm: leaf: expected 'fma' or 'amx', got '" + leaf + "'");
+  const tbik::Path where = tbik::find_leaf_path(path, compute, leaf == "amx" ? tbik::Leaf::kAmx : tbik::Leaf::kFma);
+  const tbik::GemmKernels& kernels = *where.kernels;
   const tbik::ChainLayout layout(cuts, compute);
   if (layout.num_chains() != program.num_inputs) {
     refuse("gemm: cuts describe " + std::to_string(layout.num_chains()) + " chains, the schedule loads " +
@@ -188,7 +190,7 @@ at::Tensor gemm(const std::vector<at::Tensor>& a, bool a_k_major,
   }
   at::Tensor out = at::empty(shape, at::TensorOptions().dtype(scalar_type_of(result_dtype)));
   tbik::gemm(left.sources, m, {packed, &sources, n}, layout, program, bias_values.get(),
-             {out.data_ptr(), result_dtype, m * n, n}, kernels, parallel);
+             {out.data_ptr(), result_dtype, m * n, n}, where, parallel);
   return out;
 }
 
@@ -366,7 +368,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("pack", pack, py::arg("b"), py::arg("b_k_major"), py::arg("cuts"), py::arg("compute"), Release());
   m.def("gemm", gemm, py::arg("a"), py::arg("a_k_major"), py::arg("b"), py::arg("b_k_major"), py::arg("cuts"),
         py::arg("schedule"), py::arg("compute"), py::arg("bias") = py::none(), py::arg("out_dtype"),
-        py::arg("path") = "", Release());
+        py::arg("path") = "", py::arg("leaf") = "fma", Release());
   m.def("fold", fold, py::arg("inputs"), py::arg("schedule"), py::arg("avg") = 1, py::arg("bias") = py::none(),
         py::arg("out_dtype") = py::none(), py::arg("path") = "", Release());
 
@@ -378,6 +380,7 @@ PYBIND11_MODULE(_C, m) {
   tbik::bindings::bind_experts(m);
 
   m.def("cpu_paths", tbik::cpu_paths);
+  m.def("amx_paths", tbik::amx_paths);
   m.def(
       "default_path",
       [](const std::string& compute) { return std::string(tbik::find_path("", compute_of(compute)).name); },

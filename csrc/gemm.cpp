@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -23,7 +24,7 @@ namespace tbik {
 
 namespace {
 
-constexpr int64_t kBlockSteps = 128;             // steps of B kept in L1 when several tiles share them
+constexpr int64_t kSharedSteps = 128;            // steps of B kept in L1 when several tiles share them
 constexpr int64_t kStreamSteps = 512;            // steps per call when one tile reads B once
 constexpr int64_t kStreamAhead = 4096;           // bytes of B asked for ahead of their use
 constexpr int64_t kBlockTiles = 16;              // register tiles of one row block (96 rows)
@@ -32,6 +33,11 @@ constexpr int64_t kShortBlockTiles = 4;          // when chains are short: the s
 constexpr int64_t kBlockMajorBytes = 16 << 20;   // of packed B, which then stays in L3
 constexpr int64_t kShortChain = 48;              // steps
 constexpr int64_t kStripMajorBytes = 256 << 10;  // of a block of A
+constexpr int64_t kAmxRows = 16;                 // of a tile of A
+constexpr int64_t kAmxBlockTiles = 4;            // tiles of one row block (64 rows)
+constexpr int64_t kAmxShortTiles = 2;            // when chains are short: the slots then stay in L1
+constexpr int64_t kAmxCacheBytes = 1792 << 10;   // of L2, for a row block of A and two panels of B
+constexpr int64_t kAmxTileBytes = 1024;          // of one block of a tile
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -263,11 +269,13 @@ class PanelPacker {
   alignas(64) uint16_t half_[2][kPanel];
 };
 
-// How rows are cut: tile t = rows [m*t/tiles, m*(t+1)/tiles); block b = tiles [tiles*b/blocks, tiles*(b+1)/blocks).
+// How rows are cut: tile t = rows [m*t/tiles, m*(t+1)/tiles), or, where tiles have a fixed height, [16*t, 16*(t+1));
+// block b = tiles [tiles*b/blocks, tiles*(b+1)/blocks).
 // The rows are looked up: two divisions cost as much as a tile's chain of four steps.
 struct RowCut {
-  RowCut(int64_t m, int64_t tiles_per_block) : tiles(ceil_div(m, kTileRows)), blocks(ceil_div(tiles, tiles_per_block)) {
-    for (int64_t t = 0; t <= tiles; ++t) first_row.push_back(m * t / tiles);
+  RowCut(int64_t m, int64_t tiles_per_block, int64_t height = 0)
+      : tiles(ceil_div(m, height != 0 ? height : kTileRows)), blocks(ceil_div(tiles, tiles_per_block)) {
+    for (int64_t t = 0; t <= tiles; ++t) first_row.push_back(height != 0 ? std::min(m, height * t) : m * t / tiles);
   }
   int64_t row(int64_t tile) const { return first_row[static_cast<size_t>(tile)]; }
   int64_t tile(int64_t block) const { return tiles * block / blocks; }
@@ -294,9 +302,26 @@ struct Plan {
   const StripKernels* strips;  // or null; then `table` is not used
   int64_t width;               // columns of a slot's row: a panel, or a strip
   bool widen;                  // B is widened to fp32 before the chain reads it
+  const TileKernels* tiles;    // A14 on tiles, or null; then `table` is not used
+  int64_t height;              // rows of a tile of A there
+  bool blocks;                 // A14 by `table`: even and odd elements apart, block by block
   int64_t a_bytes;             // bytes of one packed value of A (a pair of bf16 for `dot`)
   int64_t a_per_step;          // packed values of A per packed step of B
 };
+
+// The pieces of the sources that make up chain positions [begin, begin + count): body(source, k, at, n).
+template <class Body>
+void each_piece(const ChainLayout& layout, const std::vector<Operand>& sources, int64_t chain, int64_t begin,
+                int64_t count, const Body& body) {
+  int64_t start = 0;
+  for (size_t s = 0; s < sources.size(); ++s) {
+    const int64_t length = layout.segment(s, chain);
+    const int64_t lo = std::max(begin, start);
+    const int64_t hi = std::min(begin + count, start + length);
+    if (lo < hi) body(sources[s], layout.cuts[s][static_cast<size_t>(chain)] + lo - start, lo - begin, hi - lo);
+    start += length;
+  }
+}
 
 // Packs the values of A that run `run` reads for row block `block`: [tile][step][row of the tile].
 class BlockPacker {
@@ -331,9 +356,11 @@ class BlockPacker {
         char* row = staged_ + r * row_bytes;
         const int64_t real = std::min(count, plan_.layout->length[static_cast<size_t>(run.chain)] - begin);
         std::memset(row + real * size, 0, static_cast<size_t>((count - real) * size));
-        each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
-          reader_.along_k(row + at * size, x, r0 + r, k, n);
-        });
+        each_piece(*plan_.layout, sources_, run.chain, begin, count,
+                   [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+                     reader_.along_k(row + at * size, x, r0 + r, k, n);
+                   });
+        if (plan_.blocks) part_block(reinterpret_cast<float*>(row), count);
       }
       if (dot_) {
         const uint32_t* words = reinterpret_cast<const uint32_t*>(staged_);
@@ -349,12 +376,23 @@ class BlockPacker {
   }
 
  private:
+  // Even elements before odd ones (A14).
+  static void part_block(float* row, int64_t count) {
+    float odd[kBlockSteps];
+    for (int64_t i = 0; i < count / 2; ++i) {
+      odd[i] = row[2 * i + 1];
+      row[i] = row[2 * i];
+    }
+    std::copy(odd, odd + count / 2, row + count / 2);
+  }
+
   // Sources whose rows lie side by side: one index of all rows of the block at a time, then dealt out to the tiles.
   void pack_lines(char* dst, const Run& run, int64_t begin, int64_t count, int64_t tile0, int64_t tile1) {
     const int64_t row0 = plan_.rows.row(tile0);
     const int64_t rows = plan_.rows.row(tile1) - row0;
     const int64_t values = run.steps * (dot_ ? 1 : plan_.a_per_step);  // per row
     auto deal = [&](const char* line, int64_t index) {
+      if (plan_.blocks) index = index % 2 * run.steps + index / 2;
       for (int64_t tile = tile0; tile < tile1; ++tile) {
         const int64_t r = plan_.rows.row(tile) - row0;
         const int64_t n = plan_.rows.row(tile + 1) - row0 - r;
@@ -368,19 +406,20 @@ class BlockPacker {
       }
     };
     int64_t done = 0;
-    each_piece(run.chain, begin, count, [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
-      for (int64_t i = 0; i < n; ++i) {
-        if (i + kRowsAhead < n) prefetch(element(x, row0, k + i + kRowsAhead), rows * size_of(x.dtype));
-        char* line = lines_[dot_ ? (at + i) % 2 : 0];
-        reader_.along_rows(line, x, row0, k + i, rows);
-        if (!dot_) {
-          deal(line, at + i);
-        } else if ((at + i) % 2 == 1) {
-          deal_pair(rows, deal, (at + i) / 2);
-        }
-      }
-      done = at + n;
-    });
+    each_piece(*plan_.layout, sources_, run.chain, begin, count,
+               [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+                 for (int64_t i = 0; i < n; ++i) {
+                   if (i + kRowsAhead < n) prefetch(element(x, row0, k + i + kRowsAhead), rows * size_of(x.dtype));
+                   char* line = lines_[dot_ ? (at + i) % 2 : 0];
+                   reader_.along_rows(line, x, row0, k + i, rows);
+                   if (!dot_) {
+                     deal(line, at + i);
+                   } else if ((at + i) % 2 == 1) {
+                     deal_pair(rows, deal, (at + i) / 2);
+                   }
+                 }
+                 done = at + n;
+               });
     if (done == count) return;
     std::memset(lines_[dot_ ? 1 : 0], 0, static_cast<size_t>(rows * size_of(to_)));  // the odd half of the chain
     if (dot_) {
@@ -427,21 +466,6 @@ class BlockPacker {
     }
   }
 
-  // The pieces of the sources that make up chain positions [begin, begin + count): body(source, k, at, n).
-  template <class Body>
-  void each_piece(int64_t chain, int64_t begin, int64_t count, const Body& body) {
-    int64_t start = 0;
-    for (size_t s = 0; s < sources_.size(); ++s) {
-      const int64_t length = plan_.layout->segment(s, chain);
-      const int64_t lo = std::max(begin, start);
-      const int64_t hi = std::min(begin + count, start + length);
-      if (lo < hi) {
-        body(sources_[s], plan_.layout->cuts[s][static_cast<size_t>(chain)] + lo - start, lo - begin, hi - lo);
-      }
-      start += length;
-    }
-  }
-
   const Plan& plan_;
   const std::vector<Operand>& sources_;
   bool dot_;
@@ -453,23 +477,106 @@ class BlockPacker {
   alignas(64) char words_[kLineBytes];
 };
 
-Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m) {
+// Packs tiles of A for TileKernels: [block][row][32 bf16], the halves of each pair exchanged, +0 where the chain or the
+// rows have ended.
+class TilePacker {
+ public:
+  TilePacker(const Plan& plan, const std::vector<Operand>& sources)
+      : plan_(plan), sources_(sources), reader_(*plan.kernels->loops, DType::kBFloat16, DType::kBFloat16) {
+    for (const Operand& x : sources) along_rows_ = along_rows_ && is_along_rows(x);
+  }
+
+  // Chain `chain` of tile `tile`, ceil(steps / 16) blocks.
+  void pack(char* dst, int64_t tile, int64_t chain) {
+    const int64_t row0 = plan_.rows.row(tile);
+    const int64_t rows = plan_.rows.row(tile + 1) - row0;
+    const int64_t length = plan_.layout->length[static_cast<size_t>(chain)];
+    for (int64_t begin = 0; begin < length; begin += kValues, dst += kAmxTileBytes) {
+      const int64_t count = std::min(kValues, length - begin);
+      if (rows < plan_.height || count < kValues) std::memset(dst, 0, kAmxTileBytes);
+      if (along_rows_) {
+        std::memset(lines_, 0, sizeof(lines_));
+        each_piece(*plan_.layout, sources_, chain, begin, count,
+                   [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+                     for (int64_t i = 0; i < n; ++i) {
+                       if (i + kRowsAhead < n) prefetch(element(x, row0, k + i + kRowsAhead), rows * size_of(x.dtype));
+                       reader_.along_rows(lines_[at + i], x, row0, k + i, rows);
+                     }
+                   });
+        for (int64_t i = 0; i < kValues; i += 2) {
+          for (int64_t r = 0; r < rows; ++r) {
+            const uint32_t word = static_cast<uint32_t>(lines_[i][r]) << 16 | lines_[i + 1][r];
+            std::memcpy(dst + r * 64 + i * 2, &word, 4);
+          }
+        }
+      } else {
+        for (int64_t r = 0; r < rows; ++r) {
+          each_piece(*plan_.layout, sources_, chain, begin, count,
+                     [&](const Operand& x, int64_t k, int64_t at, int64_t n) {
+                       reader_.along_k(dst + r * 64 + at * 2, x, row0 + r, k, n);
+                     });
+          uint32_t words[kBlockSteps];
+          std::memcpy(words, dst + r * 64, sizeof(words));
+          for (uint32_t& word : words) word = word << 16 | word >> 16;
+          std::memcpy(dst + r * 64, words, sizeof(words));
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kValues = 2 * kBlockSteps;
+
+  const Plan& plan_;
+  const std::vector<Operand>& sources_;
+  Reader reader_;
+  bool along_rows_ = true;
+  alignas(64) uint16_t lines_[kValues][kAmxRows];
+};
+
+// The tiles of this thread while they are wanted.
+class TileScope {
+ public:
+  explicit TileScope(const Plan& plan) : tiles_(plan.tiles) {
+    if (tiles_ != nullptr) tiles_->open(static_cast<int>(plan.height));
+  }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+  ~TileScope() {
+    if (tiles_ != nullptr) tiles_->close();
+  }
+
+ private:
+  const TileKernels* tiles_;
+};
+
+Plan make_plan(const Path& path, const ChainLayout& layout, int64_t m) {
+  const GemmKernels& kernels = *path.kernels;
+  const bool is_amx = path.leaf == Leaf::kAmx && layout.compute == DType::kBFloat16;
+  // A row or two are read by vectors as fast as memory gives B; a tile would wait for its 16 lines.
+  const bool few = is_amx && m <= kAmxPairRows && kernels.amx_pair != nullptr;
+  const TileKernels* tiles = is_amx && !few ? path.tiles : nullptr;
+  const int64_t height = tiles != nullptr ? std::min(m, kAmxRows) : 0;
   int64_t nonempty = 0;
   for (int64_t steps : layout.steps) nonempty += steps > 0;
   const bool is_short = nonempty > 0 && layout.total_steps / nonempty < kShortChain;
-  const bool strips = kernels.strips != nullptr && layout.compute != DType::kFloat64;
-  const int64_t block_tiles = strips     ? (is_short ? kBlockTiles : kStripBlockTiles)
-                              : is_short ? kShortBlockTiles
-                                         : kBlockTiles;
+  const bool strips = kernels.strips != nullptr && layout.compute != DType::kFloat64 && !is_amx;
+  const int64_t block_tiles = tiles != nullptr ? (is_short ? kAmxShortTiles : kAmxBlockTiles)
+                              : strips         ? (is_short ? kBlockTiles : kStripBlockTiles)
+                              : is_short       ? kShortBlockTiles
+                                               : kBlockTiles;
   Plan plan{.kernels = &kernels,
             .layout = &layout,
-            .rows = RowCut(m, block_tiles),
+            .rows = RowCut(m, block_tiles, height),
             .runs = {},
             .first_run = {},
             .table = nullptr,
             .strips = nullptr,
             .width = kPanel,
             .widen = false,
+            .tiles = tiles,
+            .height = height,
+            .blocks = is_amx && tiles == nullptr && !few,
             .a_bytes = 4,
             .a_per_step = 1};
   const bool one_tile = plan.rows.tiles == 1;
@@ -485,7 +592,11 @@ Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m)
       plan.widen = true;
       break;
     case DType::kBFloat16:
-      if (kernels.dot != nullptr) {
+      if (is_amx) {
+        plan.table = few ? kernels.amx_pair : kernels.f32;
+        plan.widen = plan.blocks;
+        plan.a_per_step = 2;
+      } else if (kernels.dot != nullptr) {
         plan.table = kernels.dot;
       } else if (kernels.pair != nullptr && plan.rows.tiles <= 2) {
         plan.table = kernels.pair;
@@ -498,14 +609,15 @@ Plan make_plan(const GemmKernels& kernels, const ChainLayout& layout, int64_t m)
       break;
   }
   plan.a_bytes = layout.compute == DType::kFloat64 ? 8 : 4;
-  if (kernels.strips != nullptr && plan.table == kernels.f32 && plan.rows.tiles > 2) {
+  if (strips && plan.table == kernels.f32 && plan.rows.tiles > 2) {
     plan.strips = kernels.strips;
     plan.width = kStrip;
     plan.widen = false;
   }
-  const int64_t limit = plan.strips != nullptr    ? kStripSteps / plan.a_per_step
+  const int64_t limit = plan.blocks               ? kBlockSteps
+                        : plan.strips != nullptr  ? kStripSteps / plan.a_per_step
                         : one_tile && !plan.widen ? kStreamSteps
-                                                  : kBlockSteps / plan.a_per_step;
+                                                  : kSharedSteps / plan.a_per_step;
   for (int64_t chain = 0; chain < layout.num_chains(); ++chain) {
     plan.first_run.push_back(static_cast<int64_t>(plan.runs.size()));
     const int64_t steps = layout.steps[static_cast<size_t>(chain)];
@@ -538,9 +650,7 @@ class Task {
       fresh_ = aligned_buffer(group_ * panel_bytes());
     }
     int64_t most = 0;
-    for (int64_t i = 0; i < plan.rows.blocks; ++i) {
-      most = std::max(most, plan.rows.row(plan.rows.tile(i + 1)) - plan.rows.row(plan.rows.tile(i)));
-    }
+    for (int64_t i = 0; i < plan.rows.blocks; ++i) most = std::max(most, slot_rows(plan, i));
     // Strips: the whole schedule runs on one strip after the other if the slots and the block of A are then in cache.
     const int64_t a_bytes = most * plan.layout->total_steps * plan.a_per_step * plan.a_bytes;
     strips_at_once_ = plan.strips == nullptr ? 1 : a_bytes <= kStripMajorBytes ? 1 : kPanel / kStrip;
@@ -553,7 +663,13 @@ class Task {
     if (plan.widen) {
       int64_t steps = 0;
       for (const Run& run : plan.runs) steps = std::max(steps, run.steps);
-      widened_ = aligned_buffer(steps * plan.a_per_step * kPanel * 4);
+      widened_ = aligned_buffer(steps * plan.a_per_step * kPanel * 4 * (plan.blocks ? 2 : 1));
+    }
+    if (plan.tiles != nullptr) {
+      widened_ = aligned_buffer(kBlockSteps * kPanel * 4);
+      first_block_.assign(1, 0);
+      for (int64_t steps : plan.layout->steps)
+        first_block_.push_back(first_block_.back() + ceil_div(steps, kBlockSteps));
     }
     if (plan.strips != nullptr) widened_ = aligned_buffer(kStripSteps * kStrip * strips_at_once_ * 4);
   }
@@ -573,7 +689,7 @@ class Task {
     tile0_ = plan_.rows.tile(block);
     tile1_ = plan_.rows.tile(block + 1);
     row0_ = plan_.rows.row(tile0_);
-    rows_ = plan_.rows.row(tile1_) - row0_;
+    rows_ = slot_rows(plan_, block);
     heights_.clear();
     for (int64_t tile = tile0_; tile < tile1_; ++tile) {
       const int64_t rows = plan_.rows.row(tile + 1) - plan_.rows.row(tile);
@@ -591,6 +707,13 @@ class Task {
   }
 
  private:
+  // Rows of a slot: those of the row block, whole tiles of them where tiles compute.
+  static int64_t slot_rows(const Plan& plan, int64_t block) {
+    const int64_t first = plan.rows.tile(block);
+    const int64_t last = plan.rows.tile(block + 1);
+    return plan.tiles != nullptr ? (last - first) * plan.height : plan.rows.row(last) - plan.rows.row(first);
+  }
+
   // The schedule on columns [first_strip_ * width, ...) of the panel.
   void run_program() {
     const int64_t n = rows_ * plan_.width * strips_at_once_;
@@ -636,7 +759,8 @@ class Task {
       char* base = static_cast<char*>(out_.data) +
                    (static_cast<int64_t>(o) * out_.stride_output + row0_ * out_.stride_row + n0) * size_of(out_.dtype);
       const T* bias = bias_ == nullptr ? nullptr : bias_ + n0;
-      for (int64_t r = 0; r < rows_; ++r) {
+      const int64_t live = plan_.rows.row(tile1_) - row0_;
+      for (int64_t r = 0; r < live; ++r) {
         const T* row = x + r * plan_.width;
         if (strips > 1) {
           for (int64_t i = 0; i < strips; ++i) {
@@ -695,6 +819,14 @@ class Task {
     if (first == last) {
       std::memset(x, 0, static_cast<size_t>(rows_ * plan_.width * strips_at_once_) * sizeof(T));
       return false;
+    }
+    if (plan_.tiles != nullptr) {
+      chain_tiles(index, x);
+      return true;
+    }
+    if (plan_.blocks) {
+      chain_blocks(index, x);
+      return true;
     }
     if (plan_.strips != nullptr) {
       chain_strips(index, x);
@@ -767,6 +899,65 @@ class Task {
     }
   }
 
+  // The same on tiles (A14).
+  void chain_tiles(int64_t index, float* x) {
+    const int64_t steps = plan_.layout->steps[static_cast<size_t>(index)];
+    const int64_t blocks = ceil_div(steps, kBlockSteps);
+    constexpr int64_t kStepBytes = kPanel * 4;
+    const char* const b = panel_ + plan_.layout->offset[static_cast<size_t>(index)] * kStepBytes;
+    char* tail = nullptr;
+    if (const int64_t rest = steps % kBlockSteps; rest != 0) {
+      tail = static_cast<char*>(widened_.get());
+      std::memcpy(tail, b + (steps - rest) * kStepBytes, static_cast<size_t>(rest * kStepBytes));
+      std::memset(tail + rest * kStepBytes, 0, static_cast<size_t>((kBlockSteps - rest) * kStepBytes));
+    }
+    const int64_t stride = first_block_.back() * kAmxTileBytes;
+    const char* const a = a_ + tile0_ * stride + first_block_[static_cast<size_t>(index)] * kAmxTileBytes;
+    plan_.tiles->chain(a, stride, b, tail, blocks, x, tile1_ - tile0_);
+  }
+  void chain_tiles(int64_t, double*) {}
+
+  // The same by fp32 chains: per block one over the even elements, one over the odd ones, acc = acc + (even + odd).
+  void chain_blocks(int64_t index, float* x) {
+    const ChainLayout& layout = *plan_.layout;
+    const int64_t first = plan_.first_run[static_cast<size_t>(index)];
+    const int64_t last = plan_.first_run[static_cast<size_t>(index) + 1];
+    float* const wide = static_cast<float*>(widened_.get());
+    for (int64_t i = first; i < last; ++i) {
+      const Run& run = plan_.runs[static_cast<size_t>(i)];
+      const int64_t at = layout.offset[static_cast<size_t>(index)] + run.begin;
+      float* const even = wide + 2 * run.steps * kPanel;
+      float* const odd = even + run.steps * kPanel;
+      widen(plan_, wide, panel_ + at * kPanel * 4, run.steps);
+      for (int64_t k = 0; k < run.steps; ++k) {
+        std::memcpy(even + k * kPanel, wide + 2 * k * kPanel, kPanel * 4);
+        std::memcpy(odd + k * kPanel, wide + (2 * k + 1) * kPanel, kPanel * 4);
+      }
+      const float* a = reinterpret_cast<const float*>(a_) + (row0_ * layout.total_steps + at * rows_) * 2;
+      float* acc = x;
+      for (const auto& [rows, count] : heights_) {
+        const ChainFn kernel = plan_.table->tile[0][rows - 1];
+        for (int64_t tile = 0; tile < count; ++tile) {
+          kernel(a, even, run.steps, halves_[0], true, a);
+          kernel(a + run.steps * rows, odd, run.steps, halves_[1], true, a);
+          add_block(acc, rows * kPanel, i == first);
+          a += 2 * run.steps * rows;
+          acc += rows * kPanel;
+        }
+      }
+    }
+  }
+  void chain_blocks(int64_t, double*) {}
+
+  // acc = acc + (even + odd), each sum flushed as a step of A2 is: the mode may or may not do it.
+  void add_block(float* acc, int64_t n, bool first) {
+    for (int64_t i = 0; i < n; ++i) {
+      const float sum = flushed(halves_[0][i] + halves_[1][i]);
+      acc[i] = flushed((first ? 0.0f : acc[i]) + sum);
+    }
+  }
+  static float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+
   void deal(const char* src, int64_t steps) {
     const StripKernels& kernels = *plan_.strips;
     float* const dst = static_cast<float*>(widened_.get());
@@ -823,7 +1014,9 @@ class Task {
     int64_t rows;
     int64_t tiles;
   };
-  std::vector<Height> heights_;  // of the block's tiles, equal ones counted
+  std::vector<Height> heights_;       // of the block's tiles, equal ones counted
+  std::vector<int64_t> first_block_;  // of each chain, and their number: blocks of a packed tile of A (A14)
+  alignas(64) float halves_[2][kTileRows * kPanel];
   std::vector<T*> siblings_;
   int64_t first_strip_ = 0;
   int64_t strips_at_once_ = 1;
@@ -852,10 +1045,11 @@ void serial(int64_t count, const std::function<void(int64_t, int64_t)>& body) { 
 
 template <class T>
 void run_tasks(const Plan& plan, const Schedule& program, const RightOperand& b, const char* a, const void* bias,
-               const Result& out, bool block_major, const ParallelFor& parallel) {
+               const Result& out, bool block_major, bool in_pairs, const ParallelFor& parallel) {
   const int64_t panels = ceil_div(b.n, kPanel);
   parallel(panels * plan.rows.blocks, [&](int64_t begin, int64_t end) {
     const FpIeeeScope ieee;
+    const TileScope tiles(plan);
     // The panels of this range, if the panels are the outer loop (else b is packed already).
     const int64_t first_panel = begin / plan.rows.blocks;
     const int64_t last_panel = (end - 1) / plan.rows.blocks;
@@ -863,6 +1057,11 @@ void run_tasks(const Plan& plan, const Schedule& program, const RightOperand& b,
     for (int64_t i = begin; i < end; ++i) {
       if (block_major) {
         task.run(i % panels, i / panels);
+      } else if (in_pairs) {  // both panels of a pair pass over a row block before the next
+        const int64_t first = i / (2 * plan.rows.blocks) * 2;
+        const int64_t width = std::min<int64_t>(2, panels - first);
+        const int64_t at = i - first * plan.rows.blocks;
+        task.run(first + at % width, at / width);
       } else {
         task.run(i / plan.rows.blocks, i % plan.rows.blocks);
       }
@@ -938,15 +1137,24 @@ const char* PackedB::panel(int64_t index) const {
 }
 
 void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const ChainLayout& layout,
-          const Schedule& program, const void* bias, const Result& out, const GemmKernels& kernels,
-          const ParallelFor& parallel) {
+          const Schedule& program, const void* bias, const Result& out, const Path& path, const ParallelFor& parallel) {
   require_narrowing("gemm", accumulation(layout.compute), program, out.dtype);
   if (m == 0 || b.n == 0) return;
-  const Plan plan = make_plan(kernels, layout, m);
+  const Plan plan = make_plan(path, layout, m);
   if (out.stride_row == b.n) ask_for_huge_pages(out.data, m * b.n * size_of(out.dtype));
   const int64_t a_step = plan.a_per_step * plan.a_bytes;
   AlignedBuffer fresh;
-  char* packed = packed_a_buffer(m * layout.total_steps * a_step, fresh);
+  int64_t a_bytes = m * layout.total_steps * a_step;
+  std::vector<int64_t> first_block;  // of each chain
+  if (plan.tiles != nullptr) {
+    int64_t blocks = 0;
+    for (int64_t steps : layout.steps) {
+      first_block.push_back(blocks);
+      blocks += ceil_div(steps, kBlockSteps);
+    }
+    a_bytes = plan.rows.tiles * blocks * kAmxTileBytes;
+  }
+  char* packed = packed_a_buffer(a_bytes, fresh);
   const int64_t num_runs = static_cast<int64_t>(plan.runs.size());
   auto pack = [&](int64_t begin, int64_t end) {
     const FpIeeeScope ieee;
@@ -960,15 +1168,32 @@ void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const
       packer.pack(packed + (row0 * layout.total_steps + at * rows) * a_step, block, run);
     }
   };
+  auto pack_tiles = [&](int64_t begin, int64_t end) {
+    const FpIeeeScope ieee;
+    TilePacker packer(plan, a);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t tile = i / layout.num_chains();
+      const int64_t chain = i % layout.num_chains();
+      packer.pack(packed + tile * (a_bytes / plan.rows.tiles) + first_block[static_cast<size_t>(chain)] * kAmxTileBytes,
+                  tile, chain);
+    }
+  };
   // A small A is packed before a thread could be woken.
   const bool small = m * layout.total_steps < (1 << 15);
-  (small ? ParallelFor(serial) : parallel)(plan.rows.blocks * num_runs, pack);
+  if (plan.tiles != nullptr) {
+    (small ? ParallelFor(serial) : parallel)(plan.rows.tiles * layout.num_chains(), pack_tiles);
+  } else {
+    (small ? ParallelFor(serial) : parallel)(plan.rows.blocks * num_runs, pack);
+  }
   // If B is the smaller operand and stays in L3, the row blocks are the outer loop: a block of A stays in L2 and `out`
   // is written page by page (dW has this shape). Else the panels are: each is packed, if it has to be, and read by all
   // row blocks while it is in L2.
-  const int64_t a_bytes = m * layout.total_steps * a_step;
   const int64_t b_bytes = ceil_div(b.n, kPanel) * layout.total_steps * kPanel * step_bytes(layout.compute);
   const bool block_major = plan.rows.blocks > 1 && b_bytes <= std::min(a_bytes, kBlockMajorBytes);
+  // On tiles, which outrun L3: a row block of A is read once for two panels, where L2 holds all three.
+  const int64_t panel_bytes = layout.total_steps * kPanel * step_bytes(layout.compute);
+  const bool in_pairs = plan.tiles != nullptr && b.packed != nullptr && plan.rows.blocks > 1 &&
+                        a_bytes / plan.rows.blocks + 2 * panel_bytes <= kAmxCacheBytes;
   RightOperand right = b;
   std::optional<PackedB> small_b;
   if (block_major && b.packed == nullptr) {
@@ -976,9 +1201,9 @@ void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const
     right.packed = &*small_b;
   }
   if (layout.compute == DType::kFloat64) {
-    run_tasks<double>(plan, program, right, packed, bias, out, block_major, parallel);
+    run_tasks<double>(plan, program, right, packed, bias, out, block_major, in_pairs, parallel);
   } else {
-    run_tasks<float>(plan, program, right, packed, bias, out, block_major, parallel);
+    run_tasks<float>(plan, program, right, packed, bias, out, block_major, in_pairs, parallel);
   }
 }
 
@@ -1042,7 +1267,7 @@ double time_bf16(const GemmKernels& kernels) {
   double best = 1e9;
   for (int i = 0; i < 12; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    gemm(operand, kRows, b, layout, program, nullptr, result, kernels, serial);
+    gemm(operand, kRows, b, layout, program, nullptr, result, {&kernels}, serial);
     best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
   return best;
@@ -1070,7 +1295,8 @@ std::vector<std::string> cpu_paths() {
 const GemmKernels& find_path(const std::string& name, DType compute) {
   const char* variable = std::getenv("TBIK_CPU_PATH");
   const bool forced_here = !name.empty();
-  const std::string wanted = forced_here ? name : variable == nullptr ? "" : variable;
+  std::string wanted = forced_here ? name : variable == nullptr ? "" : variable;
+  if (!forced_here && wanted == "amx" && amx_tiles() != nullptr) wanted = "";  // of A14's chains only
   const std::vector<const GemmKernels*> paths = available();
   if (wanted.empty()) {
     if (compute == DType::kBFloat16) return *fastest_bf16();
@@ -1088,6 +1314,29 @@ const GemmKernels& find_path(const std::string& name, DType compute) {
   for (const GemmKernels* path : paths) known += (known.empty() ? "" : ", ") + std::string(path->name);
   throw std::invalid_argument((forced_here ? "path '" : "TBIK_CPU_PATH '") + wanted +
                               "' is not available on this CPU; available: " + known);
+}
+
+std::vector<std::string> amx_paths() {
+  std::vector<std::string> names;
+  if (amx_tiles() != nullptr) names.emplace_back("amx");
+  for (const GemmKernels* path : available()) {
+    if (!path->only_bf16) names.emplace_back(path->name);
+  }
+  return names;
+}
+
+Path find_leaf_path(const std::string& name, DType compute, Leaf leaf) {
+  if (leaf == Leaf::kFma || compute != DType::kBFloat16) return {&find_path(name, compute)};
+  const char* variable = std::getenv("TBIK_CPU_PATH");
+  const std::string wanted = !name.empty() ? name : variable == nullptr ? "" : variable;
+  const std::string base = wanted == "amx" ? "" : wanted;
+  // fp32's path: A14 needs fp32 chains, or tiles and none
+  const GemmKernels& kernels = base == "avx512_bf16" ? *avx512f_kernels() : find_path(base, DType::kFloat32);
+  const TileKernels* tiles = wanted.empty() || wanted == "amx" ? amx_tiles() : nullptr;
+  if (wanted == "amx" && tiles == nullptr) {
+    throw std::invalid_argument("path 'amx' is not available on this CPU or kernel: it has no AMX tiles");
+  }
+  return {&kernels, leaf, tiles};
 }
 
 }  // namespace tbik

@@ -33,6 +33,9 @@ struct Operand {
   int64_t stride_k;
 };
 
+// The order inside a leaf of bf16 operands: A1, or A14. Other operands are A1's.
+enum class Leaf : uint8_t { kFma, kAmx };
+
 // Where the chains lie: per source the cuts; per chain its length, packed one behind the other. bf16 counts in pairs.
 struct ChainLayout {
   ChainLayout(std::vector<std::vector<int64_t>> cuts, DType compute);
@@ -83,10 +86,16 @@ struct RightOperand {
   int64_t n;
 };
 
+// What computes: the kernels of a path, and for Leaf::kAmx the tiles, or null where the chains do without.
+struct Path {
+  const GemmKernels* kernels;
+  Leaf leaf = Leaf::kFma;
+  const TileKernels* tiles = nullptr;
+};
+
 // bias: n values in the accumulation dtype, or null.
 void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const ChainLayout& layout,
-          const Schedule& program, const void* bias, const Result& out, const GemmKernels& kernels,
-          const ParallelFor& parallel);
+          const Schedule& program, const void* bias, const Result& out, const Path& path, const ParallelFor& parallel);
 
 constexpr DType accumulation(DType compute) { return compute == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
@@ -100,5 +109,9 @@ std::string operand_list(DType compute);
 // The paths this CPU can run, best first. find_path: "" = TBIK_CPU_PATH or the fastest for this compute type.
 std::vector<std::string> cpu_paths();
 const GemmKernels& find_path(const std::string& name, DType compute);
+
+// The same for chains of A14: "amx" where the CPU has tiles, and the paths with fp32 chains.
+std::vector<std::string> amx_paths();
+Path find_leaf_path(const std::string& name, DType compute, Leaf leaf);
 
 }  // namespace tbik

@@ -378,7 +378,7 @@ constexpr Loops with_fast_bf16(Loops loops) {
 }
 
 const Loops kLoops = with_fast_bf16(make_loops(transpose));
-const GemmKernels kKernels = {"avx2",   &kLoops,           true,     false, &kF32, &kF64, &kPair, nullptr,
+const GemmKernels kKernels = {"avx2",   &kLoops,           true,     false, &kF32, &kF64, &kPair, nullptr, nullptr,
                               &kStrips, widen_pairs_plain, widen_f16};
 
 }  // namespace

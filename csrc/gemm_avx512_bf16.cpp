@@ -82,7 +82,7 @@ const GemmKernels* avx512_bf16_kernels() {
   const GemmKernels* wide = avx512f_kernels();
   if (wide == nullptr || !__builtin_cpu_supports("avx512bf16")) return nullptr;
   static const GemmKernels kernels = {"avx512_bf16", wide->loops,        false,   true,    nullptr, nullptr,
-                                      nullptr,       &avx512_bf16::kDot, nullptr, nullptr, nullptr};
+                                      nullptr,       &avx512_bf16::kDot, nullptr, nullptr, nullptr, nullptr};
   return &kernels;
 }
 

@@ -116,6 +116,49 @@ __attribute__((noinline)) void chain_pair(const void* a_KR, const void* b_KP, in
   }
 }
 
+// As chain_pair in the order of A14: per block of 16 steps a chain over the high halves and one over the low ones.
+template <int R, int kLines>
+__attribute__((noinline)) void chain_amx_pair(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP,
+                                              bool first, const void* ahead) {
+  const float* a = static_cast<const float*>(a_KR);
+  const uint32_t* b = static_cast<const uint32_t*>(b_KP);
+  float* out = static_cast<float*>(acc_RP);
+  const char* line = static_cast<const char*>(ahead);
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  for (int64_t begin = 0; begin < steps; begin += kBlockSteps) {
+    const int64_t count = steps - begin < kBlockSteps ? steps - begin : kBlockSteps;
+    __m512 sums[2][R][4];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) sums[0][r][j] = sums[1][r][j] = _mm512_setzero_ps();
+    }
+    for (int64_t k = 0; k < count; ++k, a += 2 * R, b += kPanel) {
+      prefetch<kLines>(a, line);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512i both = _mm512_loadu_si512(b + j * 16);
+        const __m512 even = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+        const __m512 odd = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          sums[0][r][j] = _mm512_fmadd_ps(_mm512_set1_ps(a[r]), even, sums[0][r][j]);
+          sums[1][r][j] = _mm512_fmadd_ps(_mm512_set1_ps(a[R + r]), odd, sums[1][r][j]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        float* const to = out + r * kPanel + j * 16;
+        const __m512 acc = first && begin == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
+        _mm512_storeu_ps(to, _mm512_add_ps(acc, _mm512_add_ps(sums[0][r][j], sums[1][r][j])));
+      }
+    }
+  }
+}
+
 // Two halves of 32 columns: 6 x 32 doubles = 24 accumulators.
 template <int R, int kLines>
 __attribute__((noinline)) void chain_f64(const void* a_KR, const void* b_KP, int64_t steps, void* acc_RP, bool first,
@@ -233,10 +276,13 @@ const ChainTable kF32 = {{TBIK_ROWS(chain_f32, 1), TBIK_ROWS(chain_f32, 2), TBIK
 const ChainTable kPair = {{TBIK_ROWS(chain_pair, 1), TBIK_ROWS(chain_pair, 2), TBIK_ROWS(chain_pair, 4)}};
 const ChainTable kF64 = {{TBIK_ROWS(chain_f64, 1), TBIK_ROWS(chain_f64, 2), TBIK_ROWS(chain_f64, 4)}};
 #undef TBIK_ROWS
+#define TBIK_ROWS(lines) {chain_amx_pair<1, lines>, chain_amx_pair<2, lines>}
+const ChainTable kAmxPair = {{TBIK_ROWS(1), TBIK_ROWS(2), TBIK_ROWS(4)}};
+#undef TBIK_ROWS
 
 const Loops kLoops = make_loops(transpose);
-const GemmKernels kKernels = {"avx512f", &kLoops, true,    false,       &kF32,    &kF64,
-                              &kPair,    nullptr, nullptr, widen_pairs, widen_f16};
+const GemmKernels kKernels = {"avx512f", &kLoops, true,      false,   &kF32,       &kF64,
+                              &kPair,    nullptr, &kAmxPair, nullptr, widen_pairs, widen_f16};
 
 }  // namespace
 }  // namespace avx512f

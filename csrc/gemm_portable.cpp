@@ -55,8 +55,9 @@ const ChainTable kF64 = {{TBIK_ROWS(chain_f64), TBIK_ROWS(chain_f64), TBIK_ROWS(
 #undef TBIK_ROWS
 
 const Loops kLoops = make_loops(transpose_plain);
-const GemmKernels kKernels = {"portable", &kLoops,           false,          false, &kF32, &kF64, nullptr, nullptr,
-                              nullptr,    widen_pairs_plain, widen_f16_plain};
+const GemmKernels kKernels = {
+    "portable", &kLoops,           false,          false, &kF32, &kF64, nullptr, nullptr, nullptr,
+    nullptr,    widen_pairs_plain, widen_f16_plain};
 
 }  // namespace
 }  // namespace portable

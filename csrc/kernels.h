@@ -90,6 +90,22 @@ struct StripKernels {
   void (*deal_f16)(float* dst_SKS, const uint16_t* src_KP, int64_t steps, int strips);
 };
 
+// Chains of bf16 in the order of TDPBF16PS, in blocks of 16 packed steps (ORDER.md A14), on tiles of 16 x 16 sums.
+inline constexpr int kBlockSteps = 16;  // packed steps of a block: 32 elements
+inline constexpr int kAmxPairRows = 2;  // rows that GemmKernels::amx_pair takes at most
+
+struct TileKernels {
+  // Gives this thread tiles for `rows` <= 16 rows of A at a time; close() hands them back.
+  void (*open)(int rows);
+  void (*close)();
+  // out[t][r][p] = the chain over `blocks` >= 1 blocks of row r of tile t with column p < 64. a: tile t at
+  // a + t * stride, a block there is [rows of a tile][32 bf16], 1 KiB apart, halves of a pair exchanged; b: packed
+  // steps; tail: the last block of b with +0 beyond the chain's end, or null where it is full. out: tiles 16 * 64
+  // apart.
+  void (*chain)(const void* a, int64_t stride, const void* b_KP, const void* tail_KP, int64_t blocks, float* out,
+                int64_t tiles);
+};
+
 struct GemmKernels {
   const char* name;
   const Loops* loops;
@@ -100,6 +116,8 @@ struct GemmKernels {
   const ChainTable* f64;   // a fp64, b fp64; IEEE mode
   const ChainTable* pair;  // a fp32 (two values per step), b bf16 pairs: hi half first; null = widen first
   const ChainTable* dot;   // a bf16 pairs, b bf16 pairs: vdpbf16ps; null = use `pair` or `f32`
+
+  const ChainTable* amx_pair;  // as `pair` in the order of A14, for 1 and 2 rows; runs end where a block does. Or null
 
   const StripKernels* strips;  // where three or more tiles share B (fp32, fp16, bf16); null = `f32`
 
@@ -114,5 +132,6 @@ const GemmKernels* portable_kernels();
 const GemmKernels* avx2_kernels();
 const GemmKernels* avx512f_kernels();
 const GemmKernels* avx512_bf16_kernels();
+const TileKernels* amx_tiles();
 
 }  // namespace tbik

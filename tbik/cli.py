@@ -128,6 +128,10 @@ def verify(
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also a training step at every TP size and micro-batch: its gradients.")
     ] = False,
+    leaf: Annotated[
+        str,
+        typer.Option(help="fma, or amx: the order of Intel's AMX for bf16, fast on CPUs that have it."),
+    ] = "fma",
     timeout_s: Annotated[
         float,
         typer.Option(
@@ -168,6 +172,7 @@ def verify(
             kill_after=kill_after,
             dropout=dropout,
             control=None if control is None else [name.strip() for name in control.split(",")],
+            leaf=leaf,
             timeout_s=timeout_s,
             json_file=json_file,
             report_file=report_file,
@@ -196,6 +201,7 @@ def verify(
         engine=options,
         against=against,
         gradients=gradients,
+        leaf=leaf,
         tp_sizes=_integers("--tp", tp),
         batch_sizes=_integers("--batch", batch),
         dtype=dtype,

@@ -25,7 +25,7 @@ Run = tuple[int, int]
 """Leaves [lo, hi)."""
 
 ACC_DTYPES = ("float32", "float64")
-LEAF_KINDS = ("fma", "mma:sm_80", "mma:sm_90", "mma:sm_100")
+LEAF_KINDS = ("fma", "amx", "mma:sm_80", "mma:sm_90", "mma:sm_100")
 MAX_LEAVES = 4096
 CANDIDATE_LEAVES = range(8, 65)
 PREFERRED_GRANULE = 16
@@ -43,8 +43,9 @@ class TreePlan:
     acc_dtype: dtype of leaves and nodes; "float32" for bf16/fp16/fp32 operands, "float64" for fp64 operands.
     wire_dtype: None (= acc_dtype) or "bfloat16": rounds every leaf, node and root of trees that may cross ranks.
     grad_wire_dtype: the same for weight gradients, from the sample leaf upwards.
-    leaf: "fma", the ascending chain of fused multiply-adds, or "mma:<architecture>", tensor cores (ORDER.md A13): the
-        same bits on that architecture only.
+    leaf: "fma", the ascending chain of fused multiply-adds; "amx", for bf16 the order of Intel's AMX tiles (A14): the
+        same bits on every CPU, fast on those; or "mma:<architecture>", tensor cores (ORDER.md A13): the same bits on
+        that architecture only.
 
     Errors: PlanError for a value that no kernel obeys.
     """

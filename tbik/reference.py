@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Literal, NamedTuple, overload
 
@@ -29,6 +30,7 @@ from tbik.plan import TreePlan
 from tbik.tree import Node
 
 TOKENS_PER_BLOCK = 512
+AMX_BLOCK = 32
 ROW_BLOCK = 512
 LANES = 16
 
@@ -194,11 +196,14 @@ def _fma_by_fractions(a: float, b: float, c: float) -> float:
 
 
 @plain_arithmetic()
-def chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+def chain(a_MK: Tensor, b_NK: Tensor, leaf: str = "fma") -> Tensor:
     """leaf[m, n]: acc = +0; for k ascending: acc = fma(a[m, k], b[n, k], acc); leaf = acc + (+0.0)   (A1, A2).
 
+    leaf "amx", bf16 operands: acc = acc + (chain over even k + chain over odd k) for blocks of 32 elements (A14).
     a [M, K], b [N, K] bf16, fp16 or fp32 -> fp32 [M, N]; fp64 -> fp64. Layout-invariant.
     """
+    if leaf == "amx" and a_MK.dtype == b_NK.dtype == torch.bfloat16:
+        return _amx_chain(a_MK, b_NK)
     acc_dtype = _acc_dtype("chain", a_MK, b_NK)
     if a_MK.dim() != 2 or b_NK.dim() != 2 or a_MK.shape[1] != b_NK.shape[1]:
         raise PlanError(f"reference.chain: expected [M, K] and [N, K], got {_shape(a_MK)} and {_shape(b_NK)}")
@@ -208,6 +213,22 @@ def chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     for k in range(a_MK.shape[1]):
         acc_MN = fma(a_MK[:, k, None], b_NK[None, :, k], acc_MN)
     return acc_MN + 0.0  # -0 becomes +0
+
+
+def _amx_chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0])
+    for first in range(0, a_MK.shape[1], AMX_BLOCK):
+        a, b = (t[:, first : first + AMX_BLOCK] for t in (a_MK, b_NK))
+        halves = [_flush_subnormal(_raw_chain(a[:, half::2].float(), b[:, half::2].float())) for half in (0, 1)]
+        acc_MN = _flush_subnormal(acc_MN + _flush_subnormal(halves[0] + halves[1]))
+    return acc_MN + 0.0
+
+
+def _raw_chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0])
+    for k in range(a_MK.shape[1]):
+        acc_MN = fma32(a_MK[:, k, None], b_NK[None, :, k], acc_MN)
+    return acc_MN
 
 
 @plain_arithmetic()
@@ -312,7 +333,7 @@ def linear(
     cuts = plan.cuts(w.shape[1])
     lo, hi = _leaf_range("linear", leaf_range, plan.leaves, bias)
     leaf_values = [
-        chain(x_MK[:, cuts[i] : cuts[i + 1]], w[:, cuts[i] : cuts[i + 1]]).reshape(*x.shape[:-1], w.shape[0])
+        chain(x_MK[:, cuts[i] : cuts[i + 1]], w[:, cuts[i] : cuts[i + 1]], plan.leaf).reshape(*x.shape[:-1], w.shape[0])
         for i in range(lo, hi)
     ]
     rounds = round_wire and plan.wire_dtype is not None
@@ -369,9 +390,10 @@ def linear_dx(
     for i in range(lo, hi):
         slices = [slice(*plan.cuts(w.shape[0])[i : i + 2]) for w in weights]
         # One accumulator that runs on through the members is the chain over their concatenation.
-        dy_Mn = torch.cat([_rows(dy)[:, s].to(acc_dtype) for dy, s in zip(grad_outputs, slices)], dim=1)
-        w_nK = torch.cat([w[s].to(acc_dtype) for w, s in zip(weights, slices)])
-        leaf_values.append(chain(dy_Mn, w_nK.T).reshape(*lead, w_nK.shape[1]))
+        # torch.cat converts to the widest dtype, exactly.
+        dy_Mn = torch.cat([_rows(dy)[:, s] for dy, s in zip(grad_outputs, slices)], dim=1)
+        w_nK = torch.cat([w[s] for w, s in zip(weights, slices)])
+        leaf_values.append(chain(dy_Mn, w_nK.T, plan.leaf).reshape(*lead, w_nK.shape[1]))
     rounds = round_wire and plan.wire_dtype is not None
     if leaf_range is not None:
         return _cover(leaf_values, lo, rounds)
@@ -415,7 +437,7 @@ def linear_dw(
     for first, end in zip(offsets[lo:hi], offsets[lo + 1 : hi + 1]):
         starts = range(first, end, TOKENS_PER_BLOCK)
         ends = [min(start + TOKENS_PER_BLOCK, end) for start in starts]
-        blocks = [chain(dy_NT[:, s:e], x_KT[:, s:e]) for s, e in zip(starts, ends)]
+        blocks = [chain(dy_NT[:, s:e], x_KT[:, s:e], plan.leaf) for s, e in zip(starts, ends)]
         empty = torch.zeros(dy_NT.shape[0], x_KT.shape[0], dtype=acc_dtype)
         leaf_values.append(tree.root(blocks, add) if blocks else empty)
     rounds = plan.grad_wire_dtype is not None
@@ -443,6 +465,7 @@ def bias_grad(
     dy [..., N] -> acc_dtype [N], or the cover of samples [lo, hi). Layout-invariant.
     """
     ones = torch.ones(*dy.shape[:-1], 1, dtype=dy.dtype)
+    plan = replace(plan, leaf="fma")  # A13, A14
     if leaf_range is None:
         return linear_dw(dy, ones, sample_offsets, plan)[:, 0]
     return {node: value[:, 0] for node, value in linear_dw(dy, ones, sample_offsets, plan, leaf_range).items()}

@@ -58,7 +58,7 @@ def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tens
         for lo, hi in itertools.pairwise(cuts):
             acc = torch.zeros(1, x.shape[1])
             for s, e in enumerate(ids[t].tolist()):
-                acc = fma32(weights[t, s], chain(hidden[s][:, lo:hi], down[e][:, lo:hi]), acc)
+                acc = fma32(weights[t, s], chain(hidden[s][:, lo:hi], down[e][:, lo:hi], plan.leaf), acc)
             leaves.append(acc + 0.0)
         rows.append(_root(leaves, plan))
     return epilogue(torch.cat(rows), out_dtype=x.dtype)
@@ -109,7 +109,7 @@ def experts_backward(
             for (dgate, dup), e in zip(dgates, ids[t].tolist()):
                 operand = torch.cat([dgate[:, lo:hi], dup[:, lo:hi]], 1)
                 w = torch.cat([gate_up[e][lo:hi], gate_up[e][inner + lo : inner + hi]])
-                acc = fma32(torch.ones(()), chain(operand, w.T), acc)
+                acc = fma32(torch.ones(()), chain(operand, w.T, plan.leaf), acc)
             leaves.append(acc + 0.0)
         dx.append(_root(leaves, plan))
     dgate_up, ddown = torch.zeros(gate_up.shape), torch.zeros(down.shape)
@@ -123,7 +123,7 @@ def experts_backward(
                     blocks.append((torch.zeros(dgate_up.shape[1:]), torch.zeros(ddown.shape[1:])))
                     continue
                 a, b, h = (torch.cat([touched[e, t][i] for t in here]) for i in range(3))
-                blocks.append((chain(a.T, x[here].T), chain(b.T, h.T)))
+                blocks.append((chain(a.T, x[here].T, plan.leaf), chain(b.T, h.T, plan.leaf)))
             first.append(tree.root([block[0] for block in blocks], add))
             second.append(tree.root([block[1] for block in blocks], add))
         dgate_up[e], ddown[e] = _sample_root(first, plan), _sample_root(second, plan)

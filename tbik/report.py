@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -359,6 +360,8 @@ def command(report: Mapping[str, Any]) -> str:
                 options += f" --{name.replace('_', '-')} {value}"
         options += f" --against {job['against']}" if job.get("against") else ""
     options += " --gradients" if job.get("gradients") else ""
+    leaf = json.loads(report["plan"]["key"])["leaf"]
+    options += f" --leaf {leaf}" if leaf != "fma" else ""
     return (
         f"tbik verify --model {_model_name(report)} --tp {sizes} --batch {batches} --dtype {job['dtype']} "
         f"--new-tokens {job['new_tokens']} --layers {','.join(job['modes'])}{options} --report tbik-report.html"

@@ -8,6 +8,7 @@ has a tokenizer, else made-up ids. Errors: PlanError for what cannot run, before
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,7 @@ def make_job(
     engine: Options | None = None,
     against: str | None = None,
     gradients: bool = False,
+    leaf: str = "fma",
 ) -> tuple[Job, list[str] | None]:
     """The job and the texts of its prompts (None where the checkpoint has no tokenizer and ids are made up).
 
@@ -144,7 +146,10 @@ def make_job(
         raise PlanError(f"--against: expected hf, together with --engine, got {against!r}")
     if gradients and engine is not None:
         raise PlanError("--gradients: an engine has none; leave --engine out")
-    plan = TreePlan.for_model(shape, tp_sizes) if engine is None else _equal_plan(engine, shape, tp_sizes)
+    if engine is None:
+        plan = TreePlan.for_model(shape, tp_sizes, leaf=leaf)
+    else:
+        plan = dataclasses.replace(_equal_plan(engine, shape, tp_sizes), leaf=leaf)
     if prompt_tokens is not None:
         if prompts is not None or not 1 <= prompt_tokens[0] <= prompt_tokens[1]:
             raise PlanError(

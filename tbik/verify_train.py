@@ -162,6 +162,7 @@ def make_job(
     modes: Sequence[str] = MODES,
     kill_after: int | None = None,
     control: Sequence[str] | None = None,
+    leaf: str = "fma",
     **options: Any,
 ) -> TrainJob:
     """control: names of the layouts that stock runs too, by default all without tensor parallelism.
@@ -188,7 +189,7 @@ def make_job(
     for layout in parsed if kill_after is not None else ():
         if layout.strategy == "fsdp1":
             raise PlanError(f"--layouts: {layout.name}: FSDP1 has no checkpoint here; use fsdpN with --kill-after")
-    plan = TreePlan.for_model(ModelShape.from_config(folder), sorted({layout.tp for layout in parsed}))
+    plan = TreePlan.for_model(ModelShape.from_config(folder), sorted({layout.tp for layout in parsed}), leaf=leaf)
     return TrainJob(
         folder=str(folder),
         layouts=parsed,

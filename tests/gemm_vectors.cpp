@@ -41,7 +41,7 @@ int main() {
     const std::vector<Operand> right = {{w.data(), compute, k, 1}};
     fp_set(flush);
     gemm({{x.data(), compute, k, 1}}, m, {nullptr, &right, n}, layout, schedule(leaf_nodes(0, leaves), leaves), nullptr,
-         {y.data(), accumulation(compute), 0, n}, find_path("portable", compute), serial);
+         {y.data(), accumulation(compute), 0, n}, {&find_path("portable", compute)}, serial);
     if (fp_flush_bits() == 0) return 3;
     fp_set(kFpIeee);
     std::fwrite(y.data(), 1, y.size(), stdout);

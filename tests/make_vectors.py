@@ -23,7 +23,7 @@ FORMATS = {"none": 0, "bf16": 1, "fp16": 2, "fp32": 3, "fp64": 4}
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
 FRACTION = {"bf16": 7, "fp16": 10, "fp32": 23, "fp64": 52}
 EMIN = {"bf16": -126, "fp16": -14, "fp32": -126, "fp64": -1022}
-CUTS, STEP, REDUCE, EPILOGUE, LINEAR = range(5)
+CUTS, STEP, REDUCE, EPILOGUE, LINEAR, AMX = range(6)
 FLOATS = ("bf16", "fp16", "fp32", "fp64")
 
 
@@ -675,29 +675,43 @@ def linear_operands(source, dtype, rows, columns, length, leaves):
     return x, w
 
 
+def linear_case(oracle, command, kind, dtype, length, leaves, shape, x, w, bias, variants):
+    rows, columns = shape
+    case = {"kind": kind, "dtype": dtype, "L": leaves, "M": rows, "N": columns, "K": length}
+    case["x"] = [[text(bits, dtype) for bits in row] for row in x]
+    case["w"] = [[text(bits, dtype) for bits in row] for row in w]
+    case["bias"] = [text(bits, dtype) for bits in bias]
+    case["variants"] = []
+    for with_bias, out, wire in variants:
+
+        def keep(words, with_bias=with_bias, out=out, wire=wire):
+            values = [value_text(word, out) for word in words]
+            count = rows * columns
+            grids = [[values[i : i + columns] for i in range(j, j + count, columns)] for j in (0, count)]
+            case["variants"].append({"bias": with_bias, "out": out, "wire": wire, "y": grids[0], "flat": grids[1]})
+
+        operands = [*itertools.chain(*x, *w), *(bias if with_bias else [])]
+        bias_dtype = dtype if with_bias else "none"
+        oracle.ask(keep, command, dtype, wire, out, bias_dtype, (leaves, rows, columns, length), operands)
+    oracle.answer()
+    return case
+
+
+def special_operands(dtype, length):
+    """Non-finite numbers, signed zeros and subnormals in the operands; NaN leaves as the canonical NaN."""
+    source = Source(9000 + FORMATS[dtype])
+    x, w = linear_operands(source, dtype, 3, 5, length, 5)
+    x[0][4], x[1][20] = number("inf", dtype), number("nan", dtype)
+    w[1][4], w[2] = number(0.0, dtype), [number("-0x0p+0", dtype)] * length
+    x[2] = [bits & (1 << (BITS[dtype] - 1) | 2 ** FRACTION[dtype] - 1) for bits in x[2]]
+    return source, x, w, [number(value, dtype) for value in (0.0, "-0x0p+0", "inf", "-inf", 1.0)]
+
+
 def make_linears(oracle):
     cases = []
 
-    def add(kind, dtype, length, leaves, shape, x, w, bias, variants):
-        rows, columns = shape
-        case = {"kind": kind, "dtype": dtype, "L": leaves, "M": rows, "N": columns, "K": length}
-        case["x"] = [[text(bits, dtype) for bits in row] for row in x]
-        case["w"] = [[text(bits, dtype) for bits in row] for row in w]
-        case["bias"] = [text(bits, dtype) for bits in bias]
-        case["variants"] = []
-        for with_bias, out, wire in variants:
-
-            def keep(words, with_bias=with_bias, out=out, wire=wire):
-                values = [value_text(word, out) for word in words]
-                count = rows * columns
-                grids = [[values[i : i + columns] for i in range(j, j + count, columns)] for j in (0, count)]
-                case["variants"].append({"bias": with_bias, "out": out, "wire": wire, "y": grids[0], "flat": grids[1]})
-
-            operands = [*itertools.chain(*x, *w), *(bias if with_bias else [])]
-            bias_dtype = dtype if with_bias else "none"
-            oracle.ask(keep, LINEAR, dtype, wire, out, bias_dtype, (leaves, rows, columns, length), operands)
-        oracle.answer()
-        return case
+    def add(*case):
+        return linear_case(oracle, LINEAR, *case)
 
     index = 0
     for dtype in FLOATS:
@@ -719,13 +733,7 @@ def make_linears(oracle):
                     if not order_matters or all(v["y"] != v["flat"] for v in case["variants"] if not v["bias"]):
                         break
                 cases.append(case)
-        # Non-finite numbers, signed zeros and subnormals in the operands; NaN leaves as the canonical NaN.
-        source = Source(9000 + FORMATS[dtype])
-        x, w = linear_operands(source, dtype, 3, 5, 33, 5)
-        x[0][4], x[1][20] = number("inf", dtype), number("nan", dtype)
-        w[1][4], w[2] = number(0.0, dtype), [number("-0x0p+0", dtype)] * 33
-        x[2] = [bits & (1 << (BITS[dtype] - 1) | 2 ** FRACTION[dtype] - 1) for bits in x[2]]
-        bias = [number(value, dtype) for value in (0.0, "-0x0p+0", "inf", "-inf", 1.0)]
+        source, x, w, bias = special_operands(dtype, 33)
         variants = [(False, dtype, "none"), (True, dtype, "none"), (False, acc_of(dtype), "none")]
         cases.append(add("special", dtype, 33, 5, (3, 5), x, w, bias, variants))
         if dtype in ("fp32", "bf16"):  # products round about 2^-126: the chain flushes, the nodes do not
@@ -738,10 +746,30 @@ def make_linears(oracle):
     return {"linears": cases}
 
 
+def make_amx(oracle):
+    """Blocks of 32: lengths of leaves around one and two of them, odd ones, empty ones."""
+    cases, dtype = [], "bf16"
+    variants = [(False, "fp32", "none"), (True, "bf16", "none"), (False, "fp32", "bf16")]
+    lengths = (1, 2, 31, 32, 33, 47, 63, 64, 65, 96, 100, 161)
+    for index, (length, leaves) in enumerate(itertools.product(lengths, (1, 2, 3, 8))):
+        shape = (1 + index % 3, 1 + index * 2 % 5)
+        source = Source(7000 + index)
+        x, w = linear_operands(source, dtype, *shape, length, leaves)
+        bias = [source.normal(dtype, -6, 4) for _ in range(shape[1])]
+        cases.append(linear_case(oracle, AMX, "random", dtype, length, leaves, shape, x, w, bias, variants))
+    source, x, w, bias = special_operands(dtype, 77)
+    cases.append(linear_case(oracle, AMX, "special", dtype, 77, 2, (3, 5), x, w, bias, variants))
+    for low, high in ((-66, -60), (-64, -62), (-72, -62)):  # halves, their sums and sums of blocks round about 2^-126
+        x = [[source.normal(dtype, low, high) for _ in range(100)] for _ in range(3)]
+        w = [[source.normal(dtype, low, high) for _ in range(100)] for _ in range(5)]
+        cases.append(linear_case(oracle, AMX, "underflow", dtype, 100, 2, (3, 5), x, w, [0] * 5, variants[:1]))
+    return {"linears": cases}
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 MAKERS = {"cuts": make_cuts, "trees": make_trees, "chains": make_chains, "nodes": make_nodes}
-MAKERS |= {"epilogues": make_epilogues, "linears": make_linears}
+MAKERS |= {"epilogues": make_epilogues, "linears": make_linears, "amx": make_amx}
 
 
 def dump(tables):

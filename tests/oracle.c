@@ -1,10 +1,9 @@
-// Oracle of tbik/ORDER.md, written from that page alone; vectors/README.md describes the commands it reads and answers.
-// Values travel as double, which holds every format exactly; each operation rounds in the format it is defined in.
+// Oracle of tbik/ORDER.md, from that page alone; commands: vectors/README.md. A double holds every format exactly.
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 
-enum { NONE, BF16, FP16, FP32, FP64, CUTS = 0, STEP, REDUCE, EPILOGUE, LINEAR };  // formats, commands
+enum { NONE, BF16, FP16, FP32, FP64, CUTS = 0, STEP, REDUCE, EPILOGUE, LINEAR, AMX };  // formats, commands
 static const int BITS[] = {0, 16, 16, 32, 64}, FRACTION[] = {0, 7, 10, 23, 52}, EMIN[] = {0, -126, -14, -126, -1022};
 static int acc, wire, size[2][128];  // formats of the current command; the node of cover c that starts at leaf lo has
 static double value[2][128];         // size[c][lo] leaves (0: there is none) and is worth value[c][lo]
@@ -21,8 +20,7 @@ static uint64_t encode(double x, int f) {  // one rounding, ties to even; NaN be
 static double decode(uint64_t bits, int f) {
   uint64_t hidden = UINT64_C(1) << FRACTION[f], m = bits & ~(UINT64_C(1) << (BITS[f] - 1)), e = m / hidden;
   double x = ldexp((double)(m % hidden + (e ? hidden : 0)), EMIN[f] - FRACTION[f] + (int)(e ? e - 1 : 0));
-  if (m >= infinity(f)) x = m > infinity(f) ? NAN : INFINITY;
-  return bits == m ? x : -x;
+  return copysign(m < infinity(f) ? x : m > infinity(f) ? NAN : INFINITY, bits == m ? 1 : -1);
 }
 static void print(double x, int f) { isnan(x) ? printf("nan ") : printf("%" PRIx64 " ", encode(x, f)); }
 static float daz(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
@@ -31,10 +29,14 @@ static float flushed_fma(float a, float b, float c) {  // A2
   if (fabsf(r) == 0x1p-126f && fabsf(fmaf(small * 0x1p64f, big, c * 0x1p64f)) < 0x1p-62f) return copysignf(0, r);
   return daz(r);
 }
-static double chain(const double* a, const double* b, int lo, int hi, int flush) {  // A1
-  double sum = 0;
-  for (int k = lo; k < hi; k++)
-    sum = acc == FP64 ? fma(a[k], b[k], sum) : (flush ? flushed_fma : fmaf)((float)a[k], (float)b[k], (float)sum);
+static double chain(const double* a, const double* b, int lo, int hi, int way) {  // 0 no flush, 1: A1, 2: A14
+  double sum = 0, half[2] = {0, 0};
+  for (int k = lo; k < hi; k++) {
+    double* s = way == 2 ? &half[(k - lo) % 2] : &sum;
+    *s = acc == FP64 ? fma(a[k], b[k], *s) : (way ? flushed_fma : fmaf)((float)a[k], (float)b[k], (float)*s);
+    if (way < 2 || ((k - lo) % 32 < 31 && k < hi - 1)) continue;
+    sum = daz((float)sum + daz((float)half[0] + (float)half[1])), half[0] = half[1] = 0;
+  }
   return sum + 0.0;
 }
 static double add(double x, double y) { return acc == FP64 ? x + y : (double)((float)x + (float)y); }  // A4
@@ -75,12 +77,11 @@ static uint64_t epilogue(double x, int world, const double* bias, int out) {  //
   return encode(bias ? add(x, *bias) : x, out);
 }
 static void read_values(double* v, int f, int n) {
-  uint64_t bits;
-  for (int i = 0; i < n && scanf("%" SCNx64, &bits) == 1; i++) v[i] = decode(bits, f);
+  for (uint64_t bits, i = 0; i < (uint64_t)n && scanf("%" SCNx64, &bits) == 1; i++) v[i] = decode(bits, f);
 }
 int main(void) {
   int kind, in, narrow, out, bias, L, M, N, K;
-  while (scanf("%d%d%d%d%d%d%d%d%d", &kind, &in, &narrow, &out, &bias, &L, &M, &N, &K) == 9) {
+  for (; scanf("%d%d%d%d%d%d%d%d%d", &kind, &in, &narrow, &out, &bias, &L, &M, &N, &K) == 9; puts("")) {
     static double x[4096], w[4096], b[64], leaf[64];
     read_values(x, in, M * K), read_values(w, in, N * K), read_values(b, bias, bias ? N : 0);
     acc = in == FP64 ? FP64 : FP32, wire = narrow;
@@ -88,12 +89,11 @@ int main(void) {
     if (kind == STEP) print(flushed_fma((float)x[0], (float)x[1], (float)x[2]), FP32);
     if (kind == REDUCE) reduce(x, K, L);
     if (kind == EPILOGUE) printf("%" PRIx64, epilogue(x[0], L, bias ? b : NULL, out));
-    for (int i = 0; kind == LINEAR && i < 3 * M * N; i++) {  // y, flat (one leaf), gradual (no flush)
+    for (int i = 0; kind >= LINEAR && i < 3 * M * N; i++) {  // y, flat (one leaf), gradual (A1, no flush)
       int run = i / (M * N), m = i / N % M, n = i % N, leaves = run == 1 ? 1 : L;
       for (int l = 0; l < leaves; l++)
-        leaf[l] = chain(x + m * K, w + n * K, cut(K, leaves, l), cut(K, leaves, l + 1), run < 2);
+        leaf[l] = chain(x + m * K, w + n * K, cut(K, leaves, l), cut(K, leaves, l + 1), run < 2 ? kind - 3 : 0);
       printf("%" PRIx64 " ", epilogue(node(leaf, 0, leaves, 0), 0, bias ? b + n : NULL, out));
     }
-    puts("");
   }
 }

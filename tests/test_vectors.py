@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tbik import reference, tree
+from tbik import _C, reference, tree
 from tbik.errors import PlanError
 from tbik.plan import TreePlan
 from tbik.tree import Node
@@ -224,6 +224,28 @@ def test_verify_linear_vectors(implementation: str, dtype: str) -> None:
             shape = {name: case[name] for name in ("kind", "dtype", "L", "M", "N", "K")}
             about = {**shape, **{name: variant[name] for name in ("bias", "out", "wire")}}
             mismatches.compare(to_bits(actual, any_nan=False), variant["y"], about)
+            order_shows += variant["y"] != variant["flat"]
+    mismatches.require_none()
+    assert order_shows > mismatches.cases // 3, "the data would not show a sum in another order"
+
+
+def amx_linear(path: str, x: Tensor, w: Tensor, plan: TreePlan, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    if path == "reference":
+        return reference.linear(x, w, plan, bias, out, round_wire=plan.wire_dtype is not None)
+    leaves, rounds = plan.leaves, plan.wire_dtype is not None
+    cuts, program = [_C.cuts(x.shape[1], leaves)], _C.run_schedule(0, leaves, leaves, True, rounds)
+    return _C.gemm([x], False, [w], False, cuts, program, "bfloat16", bias, out_dtype=out, path=path, leaf="amx")
+
+
+@pytest.mark.parametrize("path", ["reference", *_C.amx_paths()])
+def test_verify_amx_vectors(path: str) -> None:
+    mismatches, order_shows = Mismatches(), 0
+    for case in load("amx", "linears"):
+        x, w, bias = (to_tensor(case[name], "bf16") for name in ("x", "w", "bias"))
+        for variant in case["variants"]:
+            plan = TreePlan(leaves=case["L"], wire_dtype=WIRES[variant["wire"]], leaf="amx")
+            actual = amx_linear(path, x, w, plan, bias if variant["bias"] else None, DTYPES[variant["out"]])
+            mismatches.compare(to_bits(actual, any_nan=False), variant["y"], {**case, **variant})
             order_shows += variant["y"] != variant["flat"]
     mismatches.require_none()
     assert order_shows > mismatches.cases // 3, "the data would not show a sum in another order"

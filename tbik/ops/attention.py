@@ -653,10 +653,8 @@ def _leaf_of(where: str, plan: TreePlan | None, q: Tensor) -> str:
         return "fma"
     if not isinstance(plan, TreePlan):
         raise PlanError(f"{where}: plan is a TreePlan or None, got {type(plan).__name__}")
-    if plan.leaf == "fma":
-        return "fma"
     _require_leaf(where, plan, q)
-    return plan.leaf
+    return "fma" if plan.leaf == "amx" else plan.leaf  # A14 is of products with weights
 
 
 def _require_operand(where: str, name: str, t: Tensor, q: Tensor, dims: int, form: str) -> None:

@@ -449,7 +449,7 @@ def _by_expert(
 ) -> Tensor:
     """x W[expert][:, columns]^T; a pack is of all columns."""
     if isinstance(w, PackedExperts):
-        return _contract([x], w.packs[expert], cuts, schedule, compute, out_dtype, n=w.shape[1])
+        return _contract([x], w.packs[expert], cuts, schedule, compute, out_dtype, leaf=leaf, n=w.shape[1])
     return _contract([x], [w[expert][:, columns]], cuts, schedule, compute, out_dtype, leaf=leaf)
 
 

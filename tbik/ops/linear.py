@@ -266,7 +266,7 @@ class PackedWeight:
         packed = _C.pack([w.detach().resolve_neg()], False, [cuts], _name(compute_dtype))
         self.whole, self.num_nodes = run == CoverRun(w.shape[1], 0, plan.leaves), _num_nodes(run)
         root = _run_schedule(run.lo, run.hi, plan.leaves, True, rounds) if self.whole else None
-        of_kernel = ([cuts], _name(compute_dtype))
+        of_kernel = ([cuts], _name(compute_dtype), plan.leaf)
         entry = _Pack(packed, cuts, compute_dtype, plan.leaves, run, rounds, root, of_kernel)
         self.handle = next(_handles)
         self.shape, self.nbytes = w.shape, int(packed.nbytes)
@@ -328,8 +328,8 @@ class _Pack(NamedTuple):
     rounds: bool
     root: _C.Schedule | None
     """Of a whole weight."""
-    of_kernel: tuple[list[list[int]], str]
-    """Cuts and compute dtype as the kernel takes them."""
+    of_kernel: tuple[list[list[int]], str, str]
+    """Cuts, compute dtype and leaf kind as the kernel takes them."""
 
 
 _handles = itertools.count(1)
@@ -553,16 +553,19 @@ def _packed_kernel(x: Tensor, pack: int, bias: Tensor | None, n: int, num_nodes:
     if entry is None:
         raise PlanError(f"tbik::linear_packed: pack {pack} is gone; pack the weight again")
     schedule = _run_schedule(entry.run.lo, entry.run.hi, entry.leaves, num_nodes == 0, entry.rounds)
-    out = _contract([_rows(x)], entry.packed, [entry.cuts], schedule, entry.compute, out_dtype, bias=bias, n=n)
+    leaf = entry.of_kernel[2]
+    out = _contract(
+        [_rows(x)], entry.packed, [entry.cuts], schedule, entry.compute, out_dtype, leaf=leaf, bias=bias, n=n
+    )
     return _shaped(out, *((num_nodes,) if num_nodes else ()), *x.shape[:-1], n)
 
 
 def _packed_root(x: Tensor, entry: _Pack, bias: Tensor | None, n: int, out_dtype: torch.dtype) -> Tensor:
     """_packed_kernel of a root, for operands that _is_simple_packed has looked at."""
-    cuts, compute = entry.of_kernel
+    cuts, compute, leaf = entry.of_kernel
     assert entry.root is not None
     rows = [x if x.dim() == 2 else _rows(x)]
-    out = _C.gemm(rows, False, entry.packed, False, cuts, entry.root, compute, bias, out_dtype=out_dtype)
+    out = _C.gemm(rows, False, entry.packed, False, cuts, entry.root, compute, bias, out_dtype=out_dtype, leaf=leaf)
     return out if x.dim() == 2 else _shaped(out, *x.shape[:-1], n)
 
 
@@ -768,7 +771,7 @@ def _contract(
 
     b: activations in `compute`, or weights, which are rounded to `compute`; or a pack. Operands that differ from
     `compute` (an fp32 dY of an lm_head) are not rounded: the chain then takes all of them converted exactly to acc.
-    leaf: of bf16 and fp16 chains; those of fp32 and fp64 are always "fma" (A13).
+    leaf: of bf16 and fp16 chains; those of fp32 and fp64 are always "fma" (A13, A14).
     """
     acc = torch.float64 if compute == torch.float64 else torch.float32
     chain = compute if all(t.dtype == compute for t in a) else acc
@@ -788,7 +791,7 @@ def _contract(
             b_k_major=b_k_major,
         )
         return on_device
-    return _C.gemm(a, a_k_major, b, b_k_major, cuts, schedule, _name(chain), bias, out_dtype=out_dtype)
+    return _C.gemm(a, a_k_major, b, b_k_major, cuts, schedule, _name(chain), bias, out_dtype=out_dtype, leaf=leaf)
 
 
 def _shaped(out: Tensor, *shape: int) -> Tensor:
@@ -980,10 +983,17 @@ def _require_dense(where: str, name: str, t: Tensor, served: tuple[str, ...] = D
 
 
 def _require_leaf(where: str, plan: TreePlan, t: Tensor) -> None:
-    """PlanError where a tensor-core leaf meets a device that does not have it."""
+    """PlanError where a leaf meets a device that does not have it."""
     if plan.leaf == "fma" or t.device.type == "meta" or torch.compiler.is_compiling():
         return
     here = t.device.type
+    if plan.leaf == "amx":
+        if here == "cpu":
+            return
+        raise PlanError(
+            f"{where}: leaf 'amx' has kernels on the CPU only, the tensors are on {here}; TreePlan(leaf='fma') has one "
+            "set of bits on all devices"
+        )
     if here == "cuda":
         here = "sm_{}{}".format(*torch.cuda.get_device_capability(t.device))
     if plan.leaf != f"mma:{here}":
