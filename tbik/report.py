@@ -360,7 +360,7 @@ def command(report: Mapping[str, Any]) -> str:
                 options += f" --{name.replace('_', '-')} {value}"
         options += f" --against {job['against']}" if job.get("against") else ""
     options += " --gradients" if job.get("gradients") else ""
-    leaf = json.loads(report["plan"]["key"])["leaf"]
+    leaf = json.loads(report["plan"]["key"]).get("leaf", "fma")
     options += f" --leaf {leaf}" if leaf != "fma" else ""
     return (
         f"tbik verify --model {_model_name(report)} --tp {sizes} --batch {batches} --dtype {job['dtype']} "
