@@ -627,6 +627,7 @@ def _add_kernels(table: Table) -> bool:
 
     table.add_row("cpu", f"{cpu_name()}, {os.cpu_count()} cores")
     table.add_row("cpu paths", ", ".join(str(path) for path in _C.cpu_paths()))
+    table.add_row("leaf amx", ", ".join(_C.amx_paths()) + ("" if "amx" in _C.amx_paths() else " (no AMX tiles: slow)"))
     defaults = [f"{_C.default_path(name)} for {name}" for name in ("bfloat16", "float16", "float32", "float64")]
     table.add_row("in use", ", ".join(defaults) + " (TBIK_CPU_PATH chooses another; no path changes a bit)")
     built, running = _C.torch_version_built_against(), torch.__version__.split("+")[0]
