@@ -162,6 +162,16 @@ def test_verify_vllm_llama_layercast(root: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3 * ENGINE_S)
+def test_verify_vllm_leaf_amx(root: Path, short: dict[str, Any]) -> None:
+    """The order of AMX (ORDER.md A14): another value than fma's, one at TP 1 and 2, and the trainer's under that plan."""
+    result = verified(folder("qwen3", root), [1, 2], [1, 8], modes=["tbik"], against="hf", leaf="amx")
+    assert result["against"]["differing_bit_patterns"] == 0
+    assert result["against"]["plan"] == result["plan"]["fingerprint"] != short["plan"]["fingerprint"]
+    assert digest(result) != digest(short)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(5 * ENGINE_S)
 def test_verify_vllm_wide_model_over_2000_tokens(root: Path) -> None:
     """Hidden 1536, intermediate 4096; 2,048 tokens at each TP size, 0 bit patterns differ from the trainer's."""
