@@ -108,23 +108,23 @@ def _stock(family: str, dtype: torch.dtype) -> Any:
     return model.to(dtype).eval()
 
 
-def plan_of(family: str) -> TreePlan:
+def plan_of(family: str, leaf: str = "fma") -> TreePlan:
     """One plan for every TP size."""
     from tbik import models
 
     source = models.smollm2() if family == SMOLLM2 else _stock(family, torch.float32).config
-    return TreePlan.for_model(source, TP_SIZES)
+    return TreePlan.for_model(source, TP_SIZES, leaf=leaf)
 
 
-def build(family: str, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Any:
+def build(family: str, dtype: torch.dtype, group: dist.ProcessGroup | None, leaf: str = "fma") -> Any:
     """The parallelized model; in bf16 the products are bf16 and the gradients fp32 (GradientTree)."""
     import copy
 
     from tbik import models
 
     if family == SMOLLM2:
-        return tbik.load_checkpoint(models.smollm2(), group, plan_of(family), dtype=dtype)
-    return tbik.parallelize(copy.deepcopy(_stock(family, dtype)), group, plan_of(family))
+        return tbik.load_checkpoint(models.smollm2(), group, plan_of(family, leaf), dtype=dtype)
+    return tbik.parallelize(copy.deepcopy(_stock(family, dtype)), group, plan_of(family, leaf))
 
 
 def samples_of(model: Any) -> list[Tensor]:
@@ -206,25 +206,30 @@ def control(model: Any) -> int:
 
 
 def on_rank(
-    group: dist.ProcessGroup | None, family: str, dtype: torch.dtype, chosen: list[Layout]
+    group: dist.ProcessGroup | None, family: str, dtype: torch.dtype, chosen: list[Layout], leaf: str
 ) -> list[dict[str, str]]:
-    model = build(family, dtype, group)
+    model = build(family, dtype, group, leaf)
     return [observe(model, layout, group) for layout in chosen]
 
 
 def sweep(
-    pool: Pool, family: str, name: str, tp_sizes: Sequence[int], layouts_of: Callable[[int], list[Layout]]
+    pool: Pool,
+    family: str,
+    name: str,
+    tp_sizes: Sequence[int],
+    layouts_of: Callable[[int], list[Layout]],
+    leaf: str = "fma",
 ) -> Iterator[dict[str, Any]]:
     """One record per configuration: whether every rank has every digest of the reference."""
     dtype = DTYPES[name]
-    reference = build(family, dtype, None)
+    reference = build(family, dtype, None, leaf)
     expected = observe(reference, ALONE, None)
     differing = control(reference)
     del reference
     yield {"family": family, "dtype": name, "reference": expected, "control": differing}
     for tp in tp_sizes:
         start, chosen = time.perf_counter(), layouts_of(tp)
-        ranks = pool.run(on_rank, tp, family, dtype, chosen, deadline=3600)
+        ranks = pool.run(on_rank, tp, family, dtype, chosen, leaf, deadline=3600)
         seconds = time.perf_counter() - start
         for index, layout in enumerate(chosen):
             wrong = sorted({key for rank in ranks for key, value in rank[index].items() if expected.get(key) != value})
@@ -261,6 +266,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--tp", nargs="+", type=int, default=list(TP_SIZES), choices=TP_SIZES)
     parser.add_argument("--all", action="store_true", help="every combination at every TP size")
+    parser.add_argument("--leaf", choices=("fma", "amx"), default="fma", help="leaf kind of the plans")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -276,11 +282,11 @@ def main() -> None:
 
         say(f"commit {commit()}, torch {torch.__version__}, {len(LENGTHS)} samples of {LENGTHS} tokens")
         for family in options.families:
-            say(f"{family}: {plan_of(family).key()}")
+            say(f"{family}: {plan_of(family, options.leaf).key()}")
             # SmolLM2 is a thousand times larger: on one rank too as on several
             chosen = functools.partial(_chosen, at_least=2 if family == SMOLLM2 else 1, every=options.all)
             for name in options.dtypes:
-                for record in sweep(pool, family, name, options.tp, chosen):
+                for record in sweep(pool, family, name, options.tp, chosen, options.leaf):
                     records.append(record)
                     if "control" in record:
                         say(

@@ -35,6 +35,15 @@ def test_verify_every_layout_has_the_bits_of_samples_alone(pool: Pool, family: s
     assert all(record["equal"] for record in configurations), [record["wrong"] for record in configurations]
 
 
+@pytest.mark.parametrize("family", [*long_cases(["qwen2", "qwen3-moe"])])
+def test_verify_every_layout_under_leaf_amx(pool: Pool, family: str) -> None:
+    """Logits, loss and gradients in the order of AMX (ORDER.md A14): other bits, as independent of the layout."""
+    reference, *configurations = sweep(pool, family, "bfloat16", [3], lambda tp: CHOSEN, "amx")
+    assert all(record["equal"] for record in configurations), [record["wrong"] for record in configurations]
+    (plain, *_) = sweep(pool, family, "bfloat16", [], lambda tp: CHOSEN)
+    assert reference["reference"]["logits"] != plain["reference"]["logits"]
+
+
 def test_verify_the_sweep_is_complete() -> None:
     """Every split, form and checkpointing once."""
     assert len(set(layouts(1))) == len(set(layouts(8, every=True))) == 18

@@ -164,7 +164,7 @@ def test_verify_vllm_llama_layercast(root: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3 * ENGINE_S)
 def test_verify_vllm_leaf_amx(root: Path, short: dict[str, Any]) -> None:
-    """The order of AMX (ORDER.md A14): another value than fma's, one at TP 1 and 2, and the trainer's under that plan."""
+    """The order of AMX (ORDER.md A14): another value than fma's, one at TP 1 and 2, and the trainer's."""
     result = verified(folder("qwen3", root), [1, 2], [1, 8], modes=["tbik"], against="hf", leaf="amx")
     assert result["against"]["differing_bit_patterns"] == 0
     assert result["against"]["plan"] == result["plan"]["fingerprint"] != short["plan"]["fingerprint"]
