@@ -77,7 +77,9 @@ Flat flat_of(const at::Tensor& x, const std::string& where) {
   const DType dtype = dtype_of(x.scalar_type(), where);
   if (dtype == DType::kFloat64) refuse(where + ": expected bfloat16, float16 or float32, got float64");
   const int64_t length = x.dim() == 0 ? 1 : x.size(-1);
-  Flat flat{x.contiguous(), {nullptr, dtype, 1, length, 0}, length == 0 ? 0 : x.numel() / length, length};
+  int64_t rows = 1;  // also where they are empty
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+  Flat flat{x.contiguous(), {nullptr, dtype, 1, length, 0}, rows, length};
   flat.view.data = flat.tensor.const_data_ptr();
   return flat;
 }

@@ -1310,6 +1310,10 @@ const GemmKernels& find_path(const std::string& name, DType compute) {
     throw std::invalid_argument("gemm: path 'avx512_bf16' computes bfloat16 only, got compute '" +
                                 std::string(name_of(compute)) + "'");
   }
+  if (wanted == "amx" && amx_tiles() != nullptr) {
+    throw std::invalid_argument("path 'amx' computes the leaf 'amx' of bfloat16 only, got compute '" +
+                                std::string(name_of(compute)) + "', or another leaf");
+  }
   std::string known;
   for (const GemmKernels* path : paths) known += (known.empty() ? "" : ", ") + std::string(path->name);
   throw std::invalid_argument((forced_here ? "path '" : "TBIK_CPU_PATH '") + wanted +
@@ -1331,12 +1335,13 @@ Path find_leaf_path(const std::string& name, DType compute, Leaf leaf) {
   const std::string wanted = !name.empty() ? name : variable == nullptr ? "" : variable;
   const std::string base = wanted == "amx" ? "" : wanted;
   // fp32's path: A14 needs fp32 chains, or tiles and none
-  const GemmKernels& kernels = base == "avx512_bf16" ? *avx512f_kernels() : find_path(base, DType::kFloat32);
+  const GemmKernels* kernels = &find_path(base, base == "avx512_bf16" ? DType::kBFloat16 : DType::kFloat32);
+  if (kernels->only_bf16) kernels = avx512f_kernels();
   const TileKernels* tiles = wanted.empty() || wanted == "amx" ? amx_tiles() : nullptr;
   if (wanted == "amx" && tiles == nullptr) {
     throw std::invalid_argument("path 'amx' is not available on this CPU or kernel: it has no AMX tiles");
   }
-  return {&kernels, leaf, tiles};
+  return {kernels, leaf, tiles};
 }
 
 }  // namespace tbik

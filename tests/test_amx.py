@@ -11,7 +11,7 @@ from cases import SHAPES, wide_exponents
 from torch import Tensor
 
 from tbik import _C, PlanError, TreePlan, ops, reference, reference_experts, tree
-from tbik.ops.experts import Routing, experts, experts_backward, route
+from tbik.ops.experts import PackedExperts, Routing, experts, experts_backward, route
 from tbik.ops.linear import CoverRun, linear_cover
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -183,15 +183,45 @@ def test_verify_what_is_no_product_of_bf16_is_as_for_fma() -> None:
     assert_bitwise_equal(found, expected, "attention")
 
 
+def test_verify_what_another_leaf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor-core leaves on the CPU, compiled too, and packs of experts."""
+    mma, x = TreePlan(leaves=2, leaf="mma:sm_90"), torch.zeros(3, 8, dtype=BF16)
+    q, cu = torch.zeros(3, 2, 16, dtype=BF16), torch.tensor([0, 3])
+    calls = {
+        "linear": lambda: ops.linear(x, x, plan=mma),
+        "attention": lambda: ops.attention(q, q, q, cu, plan=mma),
+        "pack": lambda: ops.pack_weight(x, plan=mma),
+        "experts": lambda: PackedExperts(torch.zeros(2, 4, 8, dtype=BF16), CoverRun(8, 0, 2), mma, BF16),
+    }
+    for name, call in calls.items():
+        with pytest.raises(PlanError, match="sm_90"):
+            call()
+        if name in ("linear", "attention"):
+            with pytest.raises(
+                (PlanError, torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported), match="sm_90"
+            ):
+                torch.compile(call, fullgraph=True, backend="eager")()
+
+
 def test_verify_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="accumulates in float32"):
         TreePlan(leaf="amx", acc_dtype="float64")
     x = torch.zeros(2, 8, dtype=BF16)
     with pytest.raises(ValueError, match="leaf: expected 'fma' or 'amx', got 'mma:sm_90'"):
         linear(x, x, 2, leaf="mma:sm_90")
-    if "amx" not in PATHS:
+    if "amx" in PATHS:
+        with pytest.raises(ValueError, match="computes the leaf 'amx' of bfloat16 only"):
+            linear(x, x, 2, "amx", leaf="fma")
+    else:
         with pytest.raises(ValueError, match="no AMX tiles"):
             linear(x, x, 2, "amx")
+    if "avx512_bf16" in _C.cpu_paths():
+        assert_bitwise_equal(
+            linear(x + 1, x + 1, 2, "avx512_bf16"), linear(x + 1, x + 1, 2, "avx512f"), "by its fp32 chains"
+        )
+    else:
+        with pytest.raises(ValueError, match="not available"):
+            linear(x, x, 2, "avx512_bf16")
     monkeypatch.setenv("TBIK_CPU_PATH", "portable")
     expected = linear(x + 1, x + 1, 2)
     monkeypatch.setenv("TBIK_CPU_PATH", PATHS[0])

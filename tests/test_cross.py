@@ -15,7 +15,7 @@ from cases import wide_exponents
 from tbik import _C
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["gemm", "gemm_portable", "gemm_avx2", "gemm_avx512f", "gemm_avx512_bf16"]
+SOURCES = ["gemm", "gemm_portable", "gemm_avx2", "gemm_avx512f", "gemm_avx512_bf16", "gemm_amx", "memory"]
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 SHAPES = ((1, 65, 40, 4), (9, 3, 97, 8), (7, 70, 3, 5))
 

@@ -292,6 +292,19 @@ def test_verify_cover_is_the_sum() -> None:
     )
 
 
+def test_verify_a_rank_without_columns() -> None:
+    """More leaves than columns: a rank whose leaves are all empty has +0 for a cover, forward and backward."""
+    x, run, plan = wide_exponents((4, 8), torch.float32, 1), CoverRun(2, 0, 1), TreePlan(leaves=4)
+    assert plan.cuts(2)[:2] == (0, 0)
+    routing = expert_ops.route(wide_exponents((4, 2), torch.float32, 2, spread=2), 1)
+    weights = torch.zeros(2, 0, 8), torch.zeros(2, 8, 0)
+    cover = expert_ops.experts_cover(x, routing, *weights, run, plan=plan)
+    found = expert_ops.experts_backward(x, x, routing, *weights, run, plan=plan, sample_offsets=[0, 4])
+    for value in (cover, found.x, found.weights):
+        assert_bitwise_equal(value, torch.zeros_like(value), "an empty leaf")
+    assert (found.gate_up.shape, found.down.shape) == ((2, 0, 8), (2, 8, 0))
+
+
 def test_corroborate_gradients_against_autograd() -> None:
     data = data_of(torch.float32)
     found = train(module_of(data, PLAN), data, OFFSETS)

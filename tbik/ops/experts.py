@@ -148,6 +148,7 @@ class PackedExperts:
         where = "ops.PackedExperts"
         _plan_key(where, plan)
         _require_dense(where, "w", w)
+        _require_leaf(where, plan, w)
         _require_compute(where, compute_dtype, plan)
         _require_weight_dtype(where, "w", w.dtype, compute_dtype)
         if w.dim() != 3 or plan.acc_dtype != "float32":
