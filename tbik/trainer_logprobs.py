@@ -126,7 +126,10 @@ def _load(scoring: Scoring, mode: Mode) -> tuple[Any, TreePlan | None]:
         model = load_checkpoint(scoring.folder, None, scoring.plan, dtype=stored, compute_dtype=dtype)
         return model, model.setting.plan
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    quiet: Any = logging
+    quiet.disable_progress_bar()  # its lock would outlive the process, and be complained of
     stock: Any = AutoModelForCausalLM.from_pretrained(scoring.folder, dtype=dtype)
     return stock.eval(), None
 
