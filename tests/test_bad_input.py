@@ -18,6 +18,7 @@ from tbik.errors import PlanError
 from tbik.ops.linear import CoverRun, bias_grad, linear_cover, linear_dw, linear_dx
 
 PLAN = TreePlan(leaves=6)
+AMX = TreePlan(leaves=6, leaf="amx")
 PLAN64 = TreePlan(leaves=6, acc_dtype="float64")
 X, W, B = torch.ones(4, 12), torch.ones(5, 12), torch.ones(5)
 X3 = X.view(2, 2, 12)
@@ -34,7 +35,7 @@ def group(x: Any = X, weights: Any = (W,), biases: Any = None, **arguments: Any)
 
 def on_cuda() -> object:
     with FakeTensorMode():
-        return ops.route(torch.empty(4, 8, device="cuda"), 2)  # experts have no CUDA kernels
+        return ops.linear(torch.empty(4, 12, device="cuda"), torch.empty(5, 12, device="cuda"), plan=AMX)
 
 
 def nested() -> Tensor:
@@ -125,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "x is a list": (linear(x=[[1.0]]), "x is a tensor, got list"),
     "w is None": (linear(w=None), "w is a tensor, got NoneType"),
     "DTensor": (dtensor, r"DTensor; use x\.to_local\(\) or tbik\.nn"),
-    "cuda": (on_cuda, r"logits is on cuda:0.*use logits\.cpu\(\)"),
+    "cuda": (on_cuda, r"leaf 'amx' has kernels on the CPU only, the tensors are on cuda"),
     "meta w": (linear(w=W.to("meta")), "x is on cpu, w on meta"),
     "meta bias": (linear(bias=B.to("meta")), "x is on cpu, bias on meta"),
     # plan

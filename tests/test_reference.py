@@ -717,6 +717,7 @@ def test_verify_order_document_coefficients() -> None:
         )
     }
     sizes = {"TOKENS_PER_BLOCK": 512, "ROW_BLOCK": 512, "LANES": 16, "KEYS_PER_BLOCK": 64, "QUERIES_PER_BLOCK": 64}
+    sizes |= {"AMX_BLOCK": 32}
     ours = {
         name: list(value) if isinstance(value, tuple) else [value]
         for name, value in vars(reference).items()
