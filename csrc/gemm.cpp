@@ -6,6 +6,8 @@
 // and an add step adds two arrays. The task's memory is private, so threads cannot change a bit.
 // A path with strips (StripKernels) copies each run of B strip by strip and lets all tiles pass over one strip; slots
 // are then [strip][row][16]. If a block of A is small (dW), the whole schedule runs on one strip, then on the next.
+// The order of A14 runs on AMX tiles where there are some: rows of A are cut into tiles of 16, packed as the tiles load
+// them, a chain is one call, slots are whole tiles. Elsewhere the fp32 chains do it, block by block.
 // The floating-point mode is IEEE for the whole task and flush only around the chain kernels that ask for it.
 #include "gemm.h"
 
