@@ -340,6 +340,13 @@ def test_verify_strides_beyond_32_bits(name: str) -> None:
         w = wide_exponents((4, shape[1]), dtype, seed=16)
         assert_bitwise_equal(linear(far, w, 2, ""), linear(near, w, 2, ""), f"a, strides {strides}")
         assert_bitwise_equal(linear(w, far, 2, ""), linear(w, near, 2, ""), f"b, strides {strides}")
+        for path in _C.amx_paths() if dtype == torch.bfloat16 else ():
+            options = ([_C.cuts(shape[1], 2)], _C.run_schedule(0, 2, 2, True), NAMES[dtype], None, torch.float32)
+            for left, right, plain in ((far, w, (near, w)), (w, far, (w, near))):
+                out, expected = (
+                    _C.gemm([a], False, [b], False, *options, path, "amx") for a, b in ((left, right), plain)
+                )
+                assert_bitwise_equal(out, expected, f"{path}, leaf amx, strides {strides}")
 
 
 @pytest.mark.parametrize(("path", "dtype"), PATHS)
