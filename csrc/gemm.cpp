@@ -301,14 +301,15 @@ struct Plan {
   std::vector<Run> runs;           // ascending
   std::vector<int64_t> first_run;  // of each chain; num_chains + 1 entries
   const ChainTable* table;
-  const StripKernels* strips;  // or null; then `table` is not used
-  int64_t width;               // columns of a slot's row: a panel, or a strip
-  bool widen;                  // B is widened to fp32 before the chain reads it
-  const TileKernels* tiles;    // A14 on tiles, or null; then `table` is not used
-  int64_t height;              // rows of a tile of A there
-  bool blocks;                 // A14 by `table`: even and odd elements apart, block by block
-  int64_t a_bytes;             // bytes of one packed value of A (a pair of bf16 for `dot`)
-  int64_t a_per_step;          // packed values of A per packed step of B
+  const StripKernels* strips;        // or null; then `table` is not used
+  int64_t width;                     // columns of a slot's row: a panel, or a strip
+  bool widen;                        // B is widened to fp32 before the chain reads it
+  const TileKernels* tiles;          // A14 on tiles, or null; then `table` is not used
+  int64_t height;                    // rows of a tile of A there
+  std::vector<int64_t> first_block;  // of each chain there, in a packed tile of A; num_chains + 1 entries
+  bool blocks;                       // A14 by `table`: even and odd elements apart, block by block
+  int64_t a_bytes;                   // bytes of one packed value of A (a pair of bf16 for `dot`)
+  int64_t a_per_step;                // packed values of A per packed step of B
 };
 
 // The pieces of the sources that make up chain positions [begin, begin + count): body(source, k, at, n).
@@ -578,6 +579,7 @@ Plan make_plan(const Path& path, const ChainLayout& layout, int64_t m) {
             .widen = false,
             .tiles = tiles,
             .height = height,
+            .first_block = {},
             .blocks = is_amx && tiles == nullptr && !few,
             .a_bytes = 4,
             .a_per_step = 1};
@@ -628,6 +630,12 @@ Plan make_plan(const Path& path, const ChainLayout& layout, int64_t m) {
     }
   }
   plan.first_run.push_back(static_cast<int64_t>(plan.runs.size()));
+  if (tiles != nullptr) {
+    plan.first_block.assign(1, 0);
+    for (int64_t steps : layout.steps) {
+      plan.first_block.push_back(plan.first_block.back() + ceil_div(steps, kBlockSteps));
+    }
+  }
   return plan;
 }
 
@@ -667,12 +675,7 @@ class Task {
       for (const Run& run : plan.runs) steps = std::max(steps, run.steps);
       widened_ = aligned_buffer(steps * plan.a_per_step * kPanel * 4 * (plan.blocks ? 2 : 1));
     }
-    if (plan.tiles != nullptr) {
-      widened_ = aligned_buffer(kBlockSteps * kPanel * 4);
-      first_block_.assign(1, 0);
-      for (int64_t steps : plan.layout->steps)
-        first_block_.push_back(first_block_.back() + ceil_div(steps, kBlockSteps));
-    }
+    if (plan.tiles != nullptr) widened_ = aligned_buffer(kBlockSteps * kPanel * 4);
     if (plan.strips != nullptr) widened_ = aligned_buffer(kStripSteps * kStrip * strips_at_once_ * 4);
   }
 
@@ -913,8 +916,8 @@ class Task {
       std::memcpy(tail, b + (steps - rest) * kStepBytes, static_cast<size_t>(rest * kStepBytes));
       std::memset(tail + rest * kStepBytes, 0, static_cast<size_t>((kBlockSteps - rest) * kStepBytes));
     }
-    const int64_t stride = first_block_.back() * kAmxTileBytes;
-    const char* const a = a_ + tile0_ * stride + first_block_[static_cast<size_t>(index)] * kAmxTileBytes;
+    const int64_t stride = plan_.first_block.back() * kAmxTileBytes;
+    const char* const a = a_ + tile0_ * stride + plan_.first_block[static_cast<size_t>(index)] * kAmxTileBytes;
     plan_.tiles->chain(a, stride, b, tail, blocks, x, tile1_ - tile0_);
   }
   void chain_tiles(int64_t, double*) {}
@@ -1016,8 +1019,7 @@ class Task {
     int64_t rows;
     int64_t tiles;
   };
-  std::vector<Height> heights_;       // of the block's tiles, equal ones counted
-  std::vector<int64_t> first_block_;  // of each chain, and their number: blocks of a packed tile of A (A14)
+  std::vector<Height> heights_;  // of the block's tiles, equal ones counted
   alignas(64) float halves_[2][kTileRows * kPanel];
   std::vector<T*> siblings_;
   int64_t first_strip_ = 0;
@@ -1146,16 +1148,8 @@ void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const
   if (out.stride_row == b.n) ask_for_huge_pages(out.data, m * b.n * size_of(out.dtype));
   const int64_t a_step = plan.a_per_step * plan.a_bytes;
   AlignedBuffer fresh;
-  int64_t a_bytes = m * layout.total_steps * a_step;
-  std::vector<int64_t> first_block;  // of each chain
-  if (plan.tiles != nullptr) {
-    int64_t blocks = 0;
-    for (int64_t steps : layout.steps) {
-      first_block.push_back(blocks);
-      blocks += ceil_div(steps, kBlockSteps);
-    }
-    a_bytes = plan.rows.tiles * blocks * kAmxTileBytes;
-  }
+  const int64_t tile_bytes = plan.tiles != nullptr ? plan.first_block.back() * kAmxTileBytes : 0;
+  const int64_t a_bytes = plan.tiles != nullptr ? plan.rows.tiles * tile_bytes : m * layout.total_steps * a_step;
   char* packed = packed_a_buffer(a_bytes, fresh);
   const int64_t num_runs = static_cast<int64_t>(plan.runs.size());
   auto pack = [&](int64_t begin, int64_t end) {
@@ -1176,8 +1170,8 @@ void gemm(const std::vector<Operand>& a, int64_t m, const RightOperand& b, const
     for (int64_t i = begin; i < end; ++i) {
       const int64_t tile = i / layout.num_chains();
       const int64_t chain = i % layout.num_chains();
-      packer.pack(packed + tile * (a_bytes / plan.rows.tiles) + first_block[static_cast<size_t>(chain)] * kAmxTileBytes,
-                  tile, chain);
+      const int64_t at = plan.first_block[static_cast<size_t>(chain)] * kAmxTileBytes;
+      packer.pack(packed + tile * tile_bytes + at, tile, chain);
     }
   };
   // A small A is packed before a thread could be woken.

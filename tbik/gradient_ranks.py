@@ -4,7 +4,8 @@
     gather(g_n)                = [S, n], every shard's elements
 
 Letters: D = R*S data ranks, S shards of a gradient, R replicas of each (1 unless HSDP), rank = replica*S + shard,
-N elements of a gradient that one rank keeps, C nodes of its cover. Only bytes travel; tbik.collectives folds.
+N elements of a gradient that one rank keeps, C nodes of its cover. Bytes travel and tbik.collectives folds; where every
+rank has one node of one level, the backend "tbik" does both.
 Errors: PlanError on all ranks where one refuses; TransportTimeout, TransportError. Bits: layout-invariant.
 """
 
@@ -26,7 +27,7 @@ from tbik import tree
 from tbik.collectives import Cover, all_gather_bytes, all_reduce, reduce_scatter
 from tbik.errors import PlanError, TransportError
 from tbik.gradient_covers import moved
-from tbik.plan import Run, TreePlan
+from tbik.plan import Run, TreePlan, is_node_per_rank
 from tbik.tree import Node
 
 
@@ -82,7 +83,7 @@ class Ranks:
                 found += [(n, values_CSN[c, 0]) for c, n in enumerate(nodes) if node.lo <= n.lo < node.hi]
                 continue
             cover, cuts = _inside(values_CSN, nodes, mine, node)
-            if not narrow and _is_node_each(cuts) and _adds(self.group, values_CSN):
+            if not narrow and is_node_per_rank(tuple(cuts)) and _adds(self.group, values_CSN):
                 part = values_CSN.new_empty(values_CSN.shape[2])
                 dist.reduce_scatter_tensor(part, cover.values.reshape(-1), group=self.group)
             else:
@@ -97,7 +98,7 @@ class Ranks:
         result = []
         for node in tree.cover(runs[0][0], runs[-1][1]):
             cover, cuts = _inside(values, held, replica_runs, node)
-            if not narrow and _is_node_each(cuts) and _adds(self.replicas, values):
+            if not narrow and is_node_per_rank(tuple(cuts)) and _adds(self.replicas, values):
                 root = cover.values[0].clone()
                 dist.all_reduce(root, group=self.replicas)
             else:
@@ -120,18 +121,6 @@ class Ranks:
         if self.num_replicas == 1:
             return texts
         return [text for row in _texts(json.dumps(texts), self.replicas) for text in json.loads(row)]
-
-
-def _is_node_each(runs: Sequence[Run]) -> bool:
-    """Whether each rank holds one node, all of one level, in the order of the ranks. Then node(0, L) over the leaves
-    adds these nodes as node(0, W) adds one leaf per rank (B1; tests/test_gradients.py::test_verify_nodes_of_one_level).
-    """
-    width = runs[0][1] - runs[0][0]
-    return (
-        width > 0
-        and width & (width - 1) == 0
-        and all(run == (i * width, (i + 1) * width) for i, run in enumerate(runs))
-    )
 
 
 def _adds(group: dist.ProcessGroup | None, values: Tensor) -> bool:

@@ -256,6 +256,18 @@ def leaf_runs(length: int, leaves: int, tp: int) -> tuple[Run, ...]:
     return _plain_runs("contraction", length, leaves, tp, equal=False)
 
 
+@lru_cache(maxsize=1024)
+def is_node_per_rank(runs: tuple[Run, ...]) -> bool:
+    """Whether every rank holds one node, all of one level, in the order of the ranks: the tree above is the ranks' own.
+
+    node(0, L) splits at the largest power of two below L = W * 2^s, which is 2^s times the one below W (T2). So these
+    nodes are added as one leaf per rank is (B1; tests/test_plan.py::test_verify_nodes_of_one_level).
+    """
+    width = runs[0][1] - runs[0][0]
+    is_node = width > 0 and width & (width - 1) == 0
+    return is_node and all(run == (i * width, (i + 1) * width) for i, run in enumerate(runs))
+
+
 def best_split(
     points: Sequence[int], parts: int, size: Callable[[int, int], int], legal: Callable[[int, int], bool]
 ) -> tuple[Run, ...] | None:

@@ -208,26 +208,24 @@ def chain(a_MK: Tensor, b_NK: Tensor, leaf: str = "fma") -> Tensor:
     if a_MK.dim() != 2 or b_NK.dim() != 2 or a_MK.shape[1] != b_NK.shape[1]:
         raise PlanError(f"reference.chain: expected [M, K] and [N, K], got {_shape(a_MK)} and {_shape(b_NK)}")
     a_MK, b_NK = a_MK.to(acc_dtype), b_NK.to(acc_dtype)
-    acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=acc_dtype)
-    fma = fma64 if acc_dtype == torch.float64 else fma32
-    for k in range(a_MK.shape[1]):
-        acc_MN = fma(a_MK[:, k, None], b_NK[None, :, k], acc_MN)
-    return acc_MN + 0.0  # -0 becomes +0
+    return _accumulate(a_MK, b_NK) + 0.0  # -0 becomes +0
 
 
 def _amx_chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0])
     for first in range(0, a_MK.shape[1], AMX_BLOCK):
         a, b = (t[:, first : first + AMX_BLOCK] for t in (a_MK, b_NK))
-        halves = [_flush_subnormal(_raw_chain(a[:, half::2].float(), b[:, half::2].float())) for half in (0, 1)]
-        acc_MN = _flush_subnormal(acc_MN + _flush_subnormal(halves[0] + halves[1]))
+        even, odd = (_accumulate(a[:, half::2].float(), b[:, half::2].float()) for half in (0, 1))
+        acc_MN = _flush_subnormal(acc_MN + _flush_subnormal(even + odd))
     return acc_MN + 0.0
 
 
-def _raw_chain(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0])
+def _accumulate(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """acc = +0; for k ascending: acc = fma(a[m, k], b[n, k], acc), in the dtype of a and b."""
+    acc_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=a_MK.dtype)
+    fma = fma64 if a_MK.dtype == torch.float64 else fma32
     for k in range(a_MK.shape[1]):
-        acc_MN = fma32(a_MK[:, k, None], b_NK[None, :, k], acc_MN)
+        acc_MN = fma(a_MK[:, k, None], b_NK[None, :, k], acc_MN)
     return acc_MN
 
 

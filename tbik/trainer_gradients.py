@@ -119,12 +119,9 @@ def _records(job: Job, chosen: Sequence[Configuration], group: Any) -> list[tupl
 
     step = _stock_step if chosen[0].mode == "stock" else _tbik_step
     if chosen[0].mode == "stock":
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        from tbik.trainer_logprobs import stock_model
 
-        quiet: Any = logging
-        quiet.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(job.folder, dtype=DTYPES[job.dtype]).train()
+        model: Any = stock_model(job.folder, DTYPES[job.dtype]).train()
     else:
         from tbik.huggingface.parallelize import load_checkpoint
 

@@ -125,13 +125,17 @@ def _load(scoring: Scoring, mode: Mode) -> tuple[Any, TreePlan | None]:
         stored = DTYPES["bfloat16"] if scoring.layercast else dtype
         model = load_checkpoint(scoring.folder, None, scoring.plan, dtype=stored, compute_dtype=dtype)
         return model, model.setting.plan
+    return stock_model(scoring.folder, dtype).eval(), None
+
+
+def stock_model(folder: str, dtype: Any) -> Any:
+    """The model as transformers gives it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     quiet: Any = logging
     quiet.disable_progress_bar()  # its lock would outlive the process, and be complained of
-    stock: Any = AutoModelForCausalLM.from_pretrained(scoring.folder, dtype=dtype)
-    return stock.eval(), None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def _batches(answers: Sequence[Sampled], vocab: int) -> list[list[Sampled]]:

@@ -6,7 +6,6 @@ Samples have different lengths, some none. The oracle is tbik.reference over the
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tbik
-from tbik import _C, nn, ops, reference, tree
+from tbik import nn, ops, reference
 from tbik.errors import PlanError
-from tbik.gradient_ranks import _is_node_each
 from tbik.gradients import GradientTree, upstream, use
 from tbik.tree import Node
 
@@ -257,27 +255,6 @@ def test_verify_linear_against_reference_contraction() -> None:
         tree.finish()
         for parameter, expected in zip(layer.parameters(), weights, strict=True):
             assert_bitwise_equal(parameter.grad, expected, f"A={micro_steps}")
-
-
-def test_verify_nodes_of_one_level() -> None:
-    """One node of one level per rank: the tree over the leaves adds them as the tree over the ranks does (hashes)."""
-    for world, level in itertools.product(range(1, 10), range(4)):
-        width = 1 << level
-        runs = [(rank * width, (rank + 1) * width) for rank in range(world)]
-        assert _is_node_each(runs)
-        nodes = [node for run in runs for node in tree.cover(*run)]
-        values = [1000003 * rank + 17 for rank in range(world)]
-        over_leaves = _C.hash_fold(values, _C.nodes_schedule([tuple(node) for node in nodes], world * width))
-        assert over_leaves == _C.hash_fold(values, _C.run_schedule(0, world, world, True)), (world, level)
-    for other in (
-        [(0, 2), (2, 3)],
-        [(0, 3), (3, 6)],
-        [(0, 0), (0, 2)],
-        [(2, 4), (0, 2)],
-        [(1, 2), (2, 3)],
-        [(0, 0)] * 2,
-    ):
-        assert not _is_node_each(other), other
 
 
 def test_verify_absent_gradients_are_zero() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbik import tree
+from tbik import _C, tree
 from tbik.errors import PlanError
-from tbik.plan import ModelShape, TreePlan, best_split, leaf_runs, model_layout
+from tbik.plan import ModelShape, TreePlan, best_split, is_node_per_rank, leaf_runs, model_layout
 
 SMOLLM2 = ModelShape(heads=9, kv_heads=3, head_dim=64, hidden=576, intermediate=1536, vocab=49152)
 LLAMA3_8B = ModelShape(heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14336, vocab=128256)
@@ -236,3 +236,24 @@ def test_verify_empty_leaves_belong_to_a_run():
                 continue
             assert layout.attention[0][0] == 0 and layout.attention[-1][1] == leaves
     assert TreePlan(leaves=600).layout(SMOLLM2, 1).attention == ((0, 600),)
+
+
+def test_verify_nodes_of_one_level() -> None:
+    """One node of one level per rank: the tree over the leaves adds them as the tree over the ranks does (hashes)."""
+    for world, level in itertools.product(range(1, 10), range(4)):
+        width = 1 << level
+        runs = [(rank * width, (rank + 1) * width) for rank in range(world)]
+        assert is_node_per_rank(tuple(runs))
+        nodes = [node for run in runs for node in tree.cover(*run)]
+        values = [1000003 * rank + 17 for rank in range(world)]
+        over_leaves = _C.hash_fold(values, _C.nodes_schedule([tuple(node) for node in nodes], world * width))
+        assert over_leaves == _C.hash_fold(values, _C.run_schedule(0, world, world, True)), (world, level)
+    for other in (
+        [(0, 2), (2, 3)],
+        [(0, 3), (3, 6)],
+        [(0, 0), (0, 2)],
+        [(2, 4), (0, 2)],
+        [(1, 2), (2, 3)],
+        [(0, 0)] * 2,
+    ):
+        assert not is_node_per_rank(tuple(other)), other
