@@ -7,7 +7,7 @@ The host code of each kernel runs on small CPU tensors with a driver that compil
 nothing, so what is compiled is what would be launched. Checked of every kernel, exit status 1 otherwise:
 PTX: no atomics, no tf32, no approximate arithmetic, no flushing, no fused multiply-add that the source did not ask for
 (fma.rn count = the count of fma in Triton's own IR), and the tensor-core instruction that the plan's leaf names.
-Triton IR: every address is a pointer plus 64-bit offsets.
+Triton IR: every address is a pointer plus 64-bit offsets. Shared memory: no more than a block can have.
 Registers and spills are ptxas's; a spill is reported, not refused. Nothing here is a measurement of speed.
 """
 
@@ -31,6 +31,8 @@ RESULTS = ROOT / "bench" / "results" / "gpu_compile"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 MMA = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 MATMULS = ("whole_kernel", "split_kernel", "forward_kernel", "dq_kernel", "dkv_kernel")
+# of a block at most, with opt-in (CUDA programming guide, compute capabilities)
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 FORBIDDEN = {
     "atomics": r"\b(atom|red)\.(?!async)",
     "tf32": r"\.tf32",
@@ -255,9 +257,15 @@ def attention_cases(architecture: str) -> Iterator[tuple[str, Callable[[], Any]]
 
     yield "mma, packed, 128", lambda: packed(128, mma, plain, with_rest=True)
     yield "mma, packed, 64, window, soft-cap, dropout", lambda: packed(64, mma, masked, dropout=dropout)
+    yield "mma, packed, 64", lambda: packed(64, mma, plain, with_rest=True)
     yield "mma, packed, 256", lambda: packed(256, mma, plain)
+    yield "mma, packed, 256, window, soft-cap", lambda: packed(256, mma, masked)
+    yield "mma, paged, 64", lambda: paged(64, mma)
     yield "mma, paged, 128", lambda: paged(128, mma)
+    yield "mma, paged, 256", lambda: paged(256, mma)
+    yield "mma, backward, 64", lambda: gradients(64, mma, plain)
     yield "mma, backward, 128", lambda: gradients(128, mma, plain)
+    yield "mma, backward, 256", lambda: gradients(256, mma, plain)
     yield "mma, backward, 64, window, soft-cap, dropout", lambda: gradients(64, mma, masked, dropout=dropout)
     yield "fma of bf16, packed, 128", lambda: packed(128, "fma", plain, with_rest=True)
     yield "fma of bf16, paged, 128", lambda: paged(128, "fma")
@@ -298,6 +306,8 @@ def report(architecture: str, operator: str, case: str, kernel_name: str, kernel
     expected = {MMA[architecture]} if kernel_name in MATMULS and "fma" not in case else set()
     if {name.split(".sync")[0].split(".cta")[0] for name in instructions} != {e.split(".sync")[0] for e in expected}:
         failures.append(f"expected tensor-core instructions {sorted(expected)}")
+    if kernel.metadata.shared > SHARED_BYTES[architecture]:
+        failures.append(f"{kernel.metadata.shared} bytes of shared memory, there are {SHARED_BYTES[architecture]}")
     narrow = narrow_offsets(ttir)
     if narrow:
         failures.append(f"{len(narrow)} addresses with 32-bit offsets, first: {narrow[0]}")

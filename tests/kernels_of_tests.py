@@ -37,32 +37,53 @@ def elementwise(function: str, *operands: torch.Tensor, dtype: torch.dtype | Non
 
 @triton.jit
 def live_pairs_kernel(
-    by_key_ptr, by_query_ptr, queries, keys, first_query, first_key, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
+    by_key_ptr,
+    by_query_ptr,
+    counts_ptr,
+    queries,
+    keys,
+    first_query,
+    first_key,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """Which of SIZE x SIZE pairs [query, key] are live, as the forward kernel asks (keys of a row) and as dkv does."""
     column = tl.arange(0, SIZE)
-    query = tl.cast(first_query, tl.int64) + column.to(tl.int64)
-    key = tl.cast(first_key, tl.int64) + column.to(tl.int64)
-    ahead = tl.cast(keys, tl.int64) - queries
+    first_query = tl.cast(first_query, tl.int64)
+    first_key = tl.cast(first_key, tl.int64)
+    queries = tl.cast(queries, tl.int64)
+    keys = tl.cast(keys, tl.int64)
+    query = first_query + column
+    key = first_key + column
+    ahead = keys - queries
     at = column[:, None] * SIZE + column[None, :]
-
-    lo, hi = attention._live_keys(ahead + query, tl.cast(keys, tl.int64), window, CAUSAL)
-    hi = tl.where((query >= 0) & (query < queries), hi, 0)
-    lo = attention._column_of(lo, tl.cast(first_key, tl.int64), SIZE)
-    hi = attention._column_of(hi, tl.cast(first_key, tl.int64), SIZE)
+    is_query = (query >= 0) & (query < queries)
+    lo, hi = attention._live_columns(
+        first_key, ahead + first_query, column, is_query, keys, window, CAUSAL, HAS_WINDOW, SIZE
+    )
+    tl.store(counts_ptr + column, tl.maximum(hi - lo, 0))
     tl.store(by_key_ptr + at, ((column[None, :] >= lo[:, None]) & (column[None, :] < hi[:, None])).to(tl.int8))
-
-    lo, hi = attention._live_queries(key, ahead, tl.cast(0, tl.int64), window, CAUSAL)
-    hi = tl.where((key >= 0) & (key < keys), tl.minimum(hi, queries), 0)
-    lo = attention._column_of(lo, tl.cast(first_query, tl.int64), SIZE)
-    hi = attention._column_of(hi, tl.cast(first_query, tl.int64), SIZE)
+    is_key = (key >= 0) & (key < keys)
+    lo, hi = attention._live_query_columns(
+        first_query, first_key, column, is_key, queries * 0, queries, ahead, window, CAUSAL, HAS_WINDOW, SIZE
+    )
+    tl.store(counts_ptr + SIZE + column, tl.maximum(hi - lo, 0))
     tl.store(by_query_ptr + at, ((column[:, None] >= lo[None, :]) & (column[:, None] < hi[None, :])).to(tl.int8))
 
 
-def live_pairs(queries: int, keys: int, first_query: int, first_key: int, window: int, causal: bool) -> torch.Tensor:
-    """[2, 16, 16]: by both ways."""
+def live_pairs(
+    queries: int, keys: int, first_query: int, first_key: int, window: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, 16, 16], by both ways, and how many live pairs each says there are in a row and in a column [2, 16]."""
     out = torch.zeros(2, 16, 16, dtype=torch.int8, device=DEVICE)
+    counts = torch.zeros(2, 16, dtype=torch.int32, device=DEVICE)
     live_pairs_kernel[(1,)](
-        *(out[0], out[1], queries, keys, first_query, first_key, window), CAUSAL=causal, SIZE=16, **arithmetic.OPTIONS
+        *(out[0], out[1], counts, queries, keys, first_query, first_key, window),
+        CAUSAL=causal,
+        HAS_WINDOW=window != 0,
+        SIZE=16,
+        **arithmetic.OPTIONS,
     )
-    return out.cpu() > 0
+    return out.cpu() > 0, counts.cpu()

@@ -41,11 +41,15 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from tbik.kernels import attention
     from tbik.kernels.tiles import AttentionTile
 
+    def tile(leaf: str, head_dim: int, kernel: str, **masks: bool) -> AttentionTile:
+        shares = head_dim == 3  # those of some tests in parts, those of others whole
+        return AttentionTile(4, 64, 4, 1, parts=2 if shares else 1, is_divided=shares)
+
     def run(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
         with monkeypatch.context() as patch:
             if DEVICE == "cpu":
                 patch.setattr(devices, "is_cuda", lambda t: True)
-                patch.setattr(attention, "attention_tile", lambda leaf, dim: AttentionTile(4, 64, 4, 1))
+                patch.setattr(attention, "attention_tile", tile)
             moved = [None if t is None else t.to(DEVICE) for t in tensors]
             return [None if t is None else t.cpu() for t in function(*moved)]
 
@@ -174,9 +178,11 @@ def test_verify_live_pairs_of_rows_and_of_keys() -> None:
             live = (i >= 0) & (i < queries) & (j < keys)
             live &= (j <= position) if causal else True
             live &= ((j > position - window) & (j < position + window)) if window else True
-            found = kernels_of_tests.live_pairs(queries, keys, first, int(j[0, 0]), window, causal)
+            found, counted = kernels_of_tests.live_pairs(queries, keys, first, int(j[0, 0]), window, causal)
             what = f"{queries} queries, {keys} keys, causal {causal}, window {window}, from {first}"
             assert torch.equal(found[0], live) and torch.equal(found[1], live), what
+            # rows and columns without a live pair are told by these counts
+            assert torch.equal(counted, torch.stack([live.sum(1), live.sum(0)]).int()), what
             counts.add(int(live.sum()))
     assert len(counts) > 10  # not only all or nothing
 
@@ -256,6 +262,63 @@ def test_validate_mma_values() -> None:
         torch.testing.assert_close(actual.cpu().double(), expected.detach(), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("queries, keys, window", [(100, 150, 0), (150, 150, 70), (90, 70, 0)])
+def test_verify_what_reaches_a_row_ignores_the_tile(queries: int, keys: int, window: int) -> None:
+    """K6: a NaN at a masked pair reaches the rows of the blocks that count, whatever the tile: forward, dQ, dK and dV."""
+    from tbik.kernels import attention
+    from tbik.kernels.tiles import AttentionTile
+
+    ahead = keys - queries
+    counted = max(ahead, 0)  # of the first query
+    pairs = attention.Pairs(0.25, 0.0, True, window)
+    cu_q, cu_k = (torch.tensor([0, n], device=DEVICE) for n in (queries, keys))
+    program = [_C.run_schedule(0, 1, 1, True, False)]
+    spoilt_key, spoilt_query = 66, 40
+    ordinary = [heads((n, 1, 16), BF16, i).to(DEVICE) for i, n in enumerate((queries, keys, keys, queries))]
+
+    def run(tile: AttentionTile | None) -> list[Tensor]:
+        """Which rows of out, dq, dk and dv are NaN, with a NaN in v, k, q and dO."""
+        spoilt = [t.clone() for t in ordinary]
+        for t, at in zip(spoilt, (spoilt_query, spoilt_key, spoilt_key, spoilt_query), strict=True):
+            t[at] = float("nan")
+        q, k, v, grad = ordinary
+        options: dict[str, Any] = {"leaf": MMA, "tile": tile}
+        out = attention.forward(q, k, spoilt[2], cu_q, cu_k, None, None, [0, 1], pairs, **options).out
+        state = attention.forward(q, k, v, cu_q, cu_k, None, None, [0, 1], pairs, with_rest=True, **options)
+        last = (state, cu_q, cu_k, None, [0, 1], program, pairs)
+        dq = attention.backward(grad, q, spoilt[1], v, *last, **options).dq
+        dk = attention.backward(grad, spoilt[0], k, v, *last, **options).dk
+        dv = attention.backward(spoilt[3], q, k, v, *last, **options).dv
+        return [t.isnan().any(-1).cpu().flatten() for t in (out, dq, dk, dv)]
+
+    def sees(position: int, key: int) -> bool:
+        return key <= position and not (window and key <= position - window)
+
+    def block_of_query(i: int) -> range:  # positions
+        start = (counted + i) // 64 * 64 - counted + ahead
+        return range(start, start + 64)
+
+    def block(key: int) -> range:
+        return range(key // 64 * 64, key // 64 * 64 + 64)
+
+    real = [key for key in block(spoilt_key) if key < keys]
+    of_keys = [
+        any(sees(t, key) for t in block_of_query(spoilt_query) for key in block(s) if 0 <= t - ahead < queries)
+        for s in range(keys)
+    ]
+    expected = [
+        [ahead + i < 0 or any(sees(ahead + i, key) for key in real) for i in range(queries)],  # no key at all: NaN
+        [any(sees(t, key) for t in block_of_query(i) for key in real) for i in range(queries)],
+        of_keys,
+        of_keys,
+    ]
+    tiles = [AttentionTile(16, 16, 4, 1, 2, True), AttentionTile(64, 64, 4, 1)]
+    for tile in tiles if DEVICE == "cpu" else [None]:
+        for name, actual, rows in zip(("out", "dq", "dk", "dv"), run(tile), expected, strict=True):
+            assert actual.tolist() == rows, (name, tile)
+    assert all(any(rows) for rows in expected) and not all(all(rows) for rows in expected)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="asks the interpreter")
 def test_verify_what_the_cpu_refuses_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page outside the cache, more keys than pages, queries without keys: NaN, and no memory beyond the tensors."""
@@ -301,7 +364,7 @@ def test_verify_refusals() -> None:
     with pytest.raises(PlanError, match="tensor-core leaves exist for"):
         from tbik.kernels.tiles import attention_tile
 
-        attention_tile("mma:sm_75", 64)
+        attention_tile("mma:sm_75", 64, "forward")
 
 
 OPERATORS = ["attention", "attention_backward", "paged_attention", "store_kv", "rope_attention", "attention_round"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -33,19 +33,21 @@ KEY_BLOCK = tl.constexpr(64)  # K1: a constant of the order
 QUERY_BLOCK = tl.constexpr(64)  # K3
 _LEAST_N = tl.constexpr(16)  # columns of the smallest product on every architecture
 _MINUS_INF = tl.constexpr(float("-inf"))
+_FAR = tl.constexpr(1 << 20)
+_SPARE = tl.constexpr(2)  # tiles of a sequence beyond its length: its first one need not be full, nor its last
 
 
 # --- where things lie -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _sequence_of(tile, starts_ptr, num_sequences, SIZE: tl.constexpr):
-    """The sequence that `tile` belongs to: sequence b has the tiles from starts[b] // SIZE + b on."""
+def _sequence_of(tile, starts_ptr, num_sequences, SIZE: tl.constexpr, SPARE: tl.constexpr):
+    """The sequence that `tile` belongs to: sequence b has the tiles from starts[b] // SIZE + b * SPARE on."""
     low = 0
     high = num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
-        first = (tl.load(starts_ptr + tl.cast(middle, tl.int64)) // SIZE + middle).to(tl.int32)
+        first = (tl.load(starts_ptr + tl.cast(middle, tl.int64)) // SIZE + middle * SPARE).to(tl.int32)
         low = tl.where(first <= tile, middle, low)
         high = tl.where(first <= tile, high, middle - 1)
     return low
@@ -81,45 +83,82 @@ def _key_rows(position, k_first, table_ptr, page_size, num_rows, IS_PAGED: tl.co
 
 
 @triton.jit
-def _live_keys(position, keys, window, CAUSAL: tl.constexpr):
-    """[lo, hi) of the key positions that the query at `position` sees (K2); window 0: all."""
+def _live_keys(position, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """[lo, hi) of the key positions that the query at `position` sees (K2)."""
     lo = position * 0
     hi = lo + keys
     if CAUSAL:
         hi = tl.minimum(hi, position + 1)
-    if window > 0:
+    if HAS_WINDOW:
         lo = tl.maximum(lo, position - window + 1)
         hi = tl.minimum(hi, position + window)
     return lo, hi
 
 
 @triton.jit
-def _column_of(position, start, SIZE: tl.constexpr):
-    """A position as a column of the SIZE positions from `start` on; 0 before them, SIZE behind them.
+def _keys_of_positions(first, last, keys, window, is_any, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """[lo, hi) of the keys that any query at first .. last sees; 0, 0 unless is_any.
 
-    Masks compare columns: the compiler knows them, where a thread would hold the 64-bit position of each.
+    Both bounds grow with the position, so the first and the last query have them. Scalars, not a reduction over rows:
+    with bounds that threads exchange, no load is taken ahead of the loop and every use of them stays in registers.
     """
-    return tl.minimum(tl.maximum(position - start, 0), SIZE).to(tl.int32)
+    lo, _ = _live_keys(first, keys, window, CAUSAL, HAS_WINDOW)
+    _, hi = _live_keys(last, keys, window, CAUSAL, HAS_WINDOW)
+    return tl.where(is_any, lo, 0), tl.where(is_any, tl.maximum(hi, 0), 0)
 
 
 @triton.jit
-def _live_columns(lo, hi, start, is_row, SIZE: tl.constexpr):
-    """The live keys [lo, hi) of each row as columns [first, end); none: first >= end."""
-    return _column_of(lo, start, SIZE), tl.where(is_row, _column_of(hi, start, SIZE), 0)
+def _near(distance):
+    """A 64-bit distance from a block as int32: exact near it, else on the same side of it.
+
+    Masks compare such columns of a block: rows then differ by what the compiler knows of a thread, where 64-bit bounds of
+    every row would be held in registers all along the loop.
+    """
+    return tl.minimum(tl.maximum(distance, -_FAR), _FAR).to(tl.int32)
 
 
 @triton.jit
-def _live_queries(key, ahead, least, window, CAUSAL: tl.constexpr):
-    """[first, end) of the queries, from `least` on, that see the key: query i stands at position ahead + i (K2). The
-    inverse of _live_keys, but for the last query and the last key."""
-    first = key * 0 + least
-    end = key * 0 + 0x7FFFFFFFFFFFFFFF
+def _live_columns(
+    start, at, step, is_row, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, SIZE: tl.constexpr
+):
+    """The live keys (K2) as columns [first, end) of the SIZE from `start` on, as _live_keys; none: first >= end.
+
+    Rows stand at the positions at + step, 0 <= step < _FAR.
+    """
+    first = step * 0
+    end = first + _near(keys - start)
     if CAUSAL:
-        first = tl.maximum(first, key - ahead)
-    if window > 0:
-        first = tl.maximum(first, key - window + 1 - ahead)
-        end = tl.minimum(end, key + window - ahead)
-    return first, end
+        end = tl.minimum(end, step + _near(at + 1 - start))
+    if HAS_WINDOW:
+        first = tl.maximum(first, step + _near(at - window + 1 - start))
+        end = tl.minimum(end, step + _near(at + window - start))
+    return first, tl.where(is_row, tl.minimum(end, SIZE), 0)
+
+
+@triton.jit
+def _live_query_columns(
+    start,
+    lowest,
+    step,
+    is_key,
+    least,
+    end_query,
+    ahead,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """The queries in [least, end_query) that see the key at lowest + step, as columns [first, end) of the SIZE queries
+    from `start` on: query i stands at position ahead + i. The inverse of _live_columns."""
+    first = tl.maximum(step * 0, _near(least - start))
+    end = step * 0 + _near(end_query - start)
+    if CAUSAL:
+        first = tl.maximum(first, step + _near(lowest - ahead - start))
+    if HAS_WINDOW:
+        first = tl.maximum(first, step + _near(lowest - window + 1 - ahead - start))
+        end = tl.minimum(end, step + _near(lowest + window - ahead - start))
+    return first, tl.where(is_key, tl.minimum(end, SIZE), 0)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
@@ -137,17 +176,12 @@ def _score(chain, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _kept(key, query, head, sample, drop_ptr, keep_scale):
-    """The factor of each pair (K5): keep_scale, or +0 where dropped. int64 positions that broadcast to one shape."""
+def _is_kept(key, query, head, sample, drop_ptr):
+    """Which pairs are not dropped (K5). int64 positions that broadcast to one shape."""
     sample = tl.load(drop_ptr + 2) + sample
     head = tl.load(drop_ptr + 3) + 1 + head
     word = philox.word_of(key, query, sample, head, tl.load(drop_ptr), tl.load(drop_ptr + 1))
-    return tl.where(word >= tl.load(drop_ptr + 4), keep_scale, 0.0)
-
-
-@triton.jit
-def _times_kept(x, keep):
-    return tl.where(keep > 0.0, x * keep, 0.0)
+    return philox.is_kept(word, tl.load(drop_ptr + 4))
 
 
 @triton.jit
@@ -167,6 +201,12 @@ def _chain_of_products(a_at, b_at, a_mask, b_mask, stride_a, stride_b, dim, ROWS
 def _column(x, columns, j):
     """x[:, j]: a sum of which all terms but one are +0."""
     return tl.sum(tl.where(columns[None, :] == j, x, 0.0), axis=1)
+
+
+@triton.jit
+def _row(x, rows, i):
+    """x[i, :], in the same way."""
+    return tl.sum(tl.where(rows[:, None] == i, x, 0.0), axis=0)
 
 
 @triton.jit
@@ -191,6 +231,15 @@ def _load_tile(at, mask, WIDENS: tl.constexpr):
     if WIDENS:
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def _part_of_head(BLOCK_D: tl.constexpr, PARTS: tl.constexpr):
+    """The columns of the outputs that a program holds, where several share a wide head_dim."""
+    columns = tl.arange(0, BLOCK_D // PARTS).to(tl.int64)
+    if PARTS > 1:
+        columns += tl.program_id(2).to(tl.int64) * (BLOCK_D // PARTS)
+    return columns
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -238,6 +287,7 @@ def forward_kernel(
     WIDENS: tl.constexpr,
     IS_PAGED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     DROPS: tl.constexpr,
@@ -246,25 +296,39 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     ROWS: tl.constexpr = QUERIES * HEADS
-    sequence = _sequence_of(tl.program_id(0), starts_q_ptr, num_sequences, QUERIES)
+    sequence = _sequence_of(tl.program_id(0), starts_q_ptr, num_sequences, QUERIES, _SPARE)
     q_first, queries, k_first, keys = _extent(sequence, starts_q_ptr, extent_ptr, IS_PAGED)
-    tile = tl.program_id(0).to(tl.int64) - (q_first // QUERIES + sequence)
+    tile = tl.program_id(0).to(tl.int64) - (q_first // QUERIES + sequence * _SPARE)
     group = (tl.program_id(1) // num_chunks).to(tl.int64)
-    first_head = tl.load(heads_ptr + group)
+    first_head = tl.load(heads_ptr + group) + (tl.program_id(1) % num_chunks) * HEADS
+    end_head = tl.load(heads_ptr + group + 1)
     r = tl.arange(0, ROWS)
-    query = tile * QUERIES + r // HEADS
-    head = first_head + (tl.program_id(1) % num_chunks) * HEADS + r % HEADS
+    step = r // HEADS
+    ahead = keys - queries
+    first_query = tile * QUERIES - (ahead & (QUERIES - 1))  # at a multiple of QUERIES by position
+    query = first_query + step
+    head = first_head + r % HEADS
     token = q_first + query
-    is_row = (query < queries) & (head < tl.load(heads_ptr + group + 1)) & (token >= 0) & (token < num_tokens)
-    lo, hi = _live_keys(keys - queries + query, keys, window, CAUSAL)
+    is_row = (query >= 0) & (query < queries) & (head < end_head) & (token >= 0) & (token < num_tokens)
+    least = tl.maximum(tl.maximum(first_query, -q_first), 0)
+    last = tl.minimum(tl.minimum(first_query + QUERIES, queries), num_tokens - q_first) - 1
+    is_any = (least <= last) & (first_head < end_head)
+    at = ahead + first_query
+    lo, hi = _live_keys(at + step, keys, window, CAUSAL, HAS_WINDOW)
+    first_key, end_key = _keys_of_positions(ahead + least, ahead + last, keys, window, is_any, CAUSAL, HAS_WINDOW)
+    limit = keys
     is_served = keys >= 0
     if IS_PAGED:  # never beyond the sequence's row of the block table
         capacity = tl.cast(table_width, tl.int64) * page_size
         is_served = keys <= capacity
         hi = tl.minimum(hi, capacity)
+        limit = tl.minimum(keys, capacity)
+        end_key = tl.minimum(end_key, capacity)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
+    e = _part_of_head(BLOCK_D, PARTS)
     columns = tl.arange(0, KEY_BLOCK)
     table = table_ptr + tl.cast(sequence, tl.int64) * table_width
     q_at = q_ptr + (token * stride_qt + head * stride_qh)
@@ -275,14 +339,12 @@ def forward_kernel(
     if HAS_SINKS:
         m = tl.load(sinks_ptr + head, mask=is_row, other=_MINUS_INF).to(tl.float32)
         total = tl.where(m > _MINUS_INF, 1.0, 0.0)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D // PARTS), tl.float32)
     q = acc
     sums = tl.zeros((ROWS, _LEAST_N), tl.float32) + total[:, None]  # mma: the same sum in every column
     one = _operand(tl.full((KEY_BLOCK, _LEAST_N), 1.0, tl.float32), v_ptr, WIDENS)
     if LEAF == "mma":
         q = _load_tile(q_at[:, None] + d[None, :] * stride_qd, is_row[:, None] & (d < dim)[None, :], WIDENS)
-    first_key = tl.min(tl.where(is_row, lo, keys), axis=0)
-    end_key = tl.max(tl.where(is_row, hi, 0), axis=0)
     for block in range(first_key // KEY_BLOCK, (end_key + KEY_BLOCK - 1) // KEY_BLOCK):
         start = block * KEY_BLOCK
         position = start + columns.to(tl.int64)
@@ -301,12 +363,10 @@ def forward_kernel(
         if IS_PAGED:
             is_missing = is_key & (is_there == 0)
         else:  # the same of a range of rows
-            is_missing = (columns < _column_of(-k_first, start, KEY_BLOCK)) | (
-                columns >= _column_of(num_key_rows - k_first, start, KEY_BLOCK)
-            )
-            is_missing = is_missing & (columns < _column_of(end_key, start, KEY_BLOCK))
+            is_missing = (columns < _near(-k_first - start)) | (columns >= _near(num_key_rows - k_first - start))
+            is_missing = is_missing & (columns < _near(end_key - start))
         x = tl.where(is_missing[None, :], float("nan"), x)
-        first, end = _live_columns(lo, hi, start, is_row, KEY_BLOCK)
+        first, end = _live_columns(start, at, step, is_row, limit, window, CAUSAL, HAS_WINDOW, KEY_BLOCK)
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] < end[:, None])
         is_live_row = first < end
         highest = tl.max(elementary.order_key(tl.where(live, x, _MINUS_INF)), axis=1)
@@ -315,17 +375,18 @@ def forward_kernel(
         p = tl.where(live, elementary.exp(x - m_new[:, None]), 0.0)
         used = p
         if DROPS:
-            at = tl.maximum(keys - queries, 0) + query
-            keep = _kept(position[None, :], at[:, None], head[:, None], sequence, drop_ptr, keep_scale)
-            used = tl.where(live, _times_kept(p, keep), 0.0)
+            is_kept = _is_kept(position[None, :], (tl.maximum(ahead, 0) + query)[:, None], head[:, None], sequence, drop_ptr)
+            used = tl.where(live & is_kept, p * keep_scale, 0.0)
         if LEAF == "mma":
             v_at = v_base + (page * stride_vp + row * stride_vs)
-            v = _load_tile(v_at[:, None] + d[None, :] * stride_vd, is_read[:, None] & (d < dim)[None, :], WIDENS)
+            v = _load_tile(v_at[:, None] + e[None, :] * stride_vd, is_read[:, None] & (e < dim)[None, :], WIDENS)
             grown = tl.dot(_operand(used, v_ptr, WIDENS), v, acc * factor[:, None], input_precision="ieee")
             longer = tl.dot(_operand(p, v_ptr, WIDENS), one, sums * factor[:, None], input_precision="ieee")
-            sums = tl.where(is_live_row[:, None], longer, sums)
+            if HAS_WINDOW:
+                longer = tl.where(is_live_row[:, None], longer, sums)
+            sums = longer
         else:
-            values = tl.zeros((ROWS, BLOCK_D), tl.float32)
+            values = tl.zeros((ROWS, BLOCK_D // PARTS), tl.float32)
             ones = tl.zeros((ROWS,), tl.float32)
             p = arithmetic.flush(p)
             used = arithmetic.flush(used)
@@ -336,27 +397,33 @@ def forward_kernel(
                     tl.where(is_there_j, at_j, 0), k_first, table, page_size, num_key_rows, IS_PAGED
                 )
                 v_at = v_base + (page_j * stride_vp + row_j * stride_vs)
-                v = tl.load(v_at + d * stride_vd, mask=(d < dim) & is_there_j & is_in_j, other=0.0).to(tl.float32)
+                v = tl.load(v_at + e * stride_vd, mask=(e < dim) & is_there_j & is_in_j, other=0.0).to(tl.float32)
                 live_j = (at_j >= lo) & (at_j < hi)
                 values = _continue(values, _column(used, columns, j), v, live_j)
                 longer = arithmetic.fma_flushed(_column(p, columns, j), tl.full((ROWS,), 1.0, tl.float32), ones)
                 ones = tl.where(live_j, longer, ones)
             grown = acc * factor[:, None] + (values + 0.0)
             total = tl.where(is_live_row, total * factor + (ones + 0.0), total)
-        acc = tl.where(is_live_row[:, None], grown, acc)
-        m = tl.where(is_live_row, m_new, m)
+        if LEAF == "fma" or HAS_WINDOW:
+            grown = tl.where(is_live_row[:, None], grown, acc)
+            m_new = tl.where(is_live_row, m_new, m)
+        # else all rows of the tile, which lies within 64 positions, see every block: to keep both sums takes registers
+        acc = grown
+        m = m_new
     if LEAF == "mma":
         total = _column(sums, tl.arange(0, _LEAST_N), 0)
     y = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
     y = tl.where(is_served, y, float("nan"))
-    out_at = (token * num_heads + head)[:, None] * dim + d[None, :]
-    is_out = is_row[:, None] & (d < dim)[None, :]
+    out_at = (token * num_heads + head)[:, None] * dim + e[None, :]
+    is_out = is_row[:, None] & (e < dim)[None, :]
     out = arithmetic.cast(y, out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at, out, mask=is_out)
     if HAS_REST:
         rest = arithmetic.cast(y - arithmetic.round_to(y, out_ptr.dtype.element_ty), rest_ptr.dtype.element_ty)
         tl.store(rest_ptr + out_at, rest, mask=is_out)
     if HAS_STATE:
+        if PARTS > 1:
+            is_row = is_row & (tl.program_id(2) == 0)
         tl.store(m_ptr + (token * num_heads + head), arithmetic.cast(m + 0.0, tl.float32), mask=is_row)
         tl.store(l_ptr + (token * num_heads + head), arithmetic.cast(total, tl.float32), mask=is_row)
 
@@ -373,6 +440,7 @@ def mean_kernel(
     m_ptr,
     l_ptr,
     mean_ptr,
+    w_ptr,
     rows_ptr,
     num_rows,
     num_heads,
@@ -385,7 +453,7 @@ def mean_kernel(
     HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """D = row sum over d of dO*(out + rest) (A9), and what each row adds to dsinks (K3)."""
+    """D = row sum over d of dO*(out + rest) (A9), w = 1/l, and what each row adds to dsinks (K3)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     lanes = tl.arange(0, 16).to(tl.int64)
@@ -402,30 +470,35 @@ def mean_kernel(
         total += tl.where(is_live, grad.to(tl.float32) * y, 0.0)
     mean = elementary.fold_lanes(total, ROWS, 16, 4)
     tl.store(mean_ptr + row, mean, mask=is_row)
+    w = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.load(l_ptr + row, mask=is_row, other=1.0))
+    tl.store(w_ptr + row, w, mask=is_row)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + row % num_heads, mask=is_row, other=_MINUS_INF).to(tl.float32)
         m = tl.load(m_ptr + row, mask=is_row, other=0.0)
-        w = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.load(l_ptr + row, mask=is_row, other=1.0))
         value = (elementary.exp(sink - m) * w) * (0.0 - mean)
         value = tl.where(sink == _MINUS_INF, 0.0, arithmetic.cast(value, tl.float32))
         tl.store(rows_ptr + row, value, mask=is_row)
 
 
 @triton.jit
-def _gradients_of_pairs(chain, d_chain, scale, cap, m, w, mean, keep, live, CAPPED: tl.constexpr, DROPS: tl.constexpr):
-    """(p~, dS), +0 where not live, from the chains q . k and dO . v (K3). m, w, mean broadcast to the pairs."""
+def _probabilities(chain, scale, cap, m, w, CAPPED: tl.constexpr):
+    """(p, tanh of the capped score) from the chain q . k (K3). m, w broadcast to the pairs."""
     x, t = _score(chain, scale, cap, CAPPED)
-    p = elementary.exp(x - m) * w
+    return elementary.exp(x - m) * w, t
+
+
+@triton.jit
+def _gradients_of_scores(
+    p, t, d_chain, scale, mean, is_kept, keep_scale, live, CAPPED: tl.constexpr, DROPS: tl.constexpr
+):
+    """dS, +0 where not live, from p and the chain dO . v (K3). mean broadcasts to the pairs."""
     grad = d_chain + 0.0
-    used = p
     if DROPS:
-        grad = _times_kept(grad, keep)
-        used = _times_kept(p, keep)
+        grad = tl.where(is_kept, grad * keep_scale, 0.0)
     ds = p * (grad - mean)
     if CAPPED:
         ds = ds * (1.0 - t * t)
-    ds = ds * scale
-    return tl.where(live, used, 0.0), tl.where(live, ds, 0.0)
+    return tl.where(live, ds * scale, 0.0)
 
 
 @triton.jit
@@ -439,7 +512,7 @@ def dq_kernel(
     heads_ptr,
     drop_ptr,
     m_ptr,
-    l_ptr,
+    w_ptr,
     mean_ptr,
     dq_ptr,
     num_tokens,
@@ -467,40 +540,56 @@ def dq_kernel(
     LEAF: tl.constexpr,
     WIDENS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPS: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     ROWS: tl.constexpr = QUERIES * HEADS
-    sequence = _sequence_of(tl.program_id(0), starts_q_ptr, num_sequences, QUERIES)
+    sequence = _sequence_of(tl.program_id(0), starts_q_ptr, num_sequences, QUERIES, _SPARE)
     q_first, queries, k_first, keys = _extent(sequence, starts_q_ptr, extent_ptr, False)
-    tile = tl.program_id(0).to(tl.int64) - (q_first // QUERIES + sequence)
+    tile = tl.program_id(0).to(tl.int64) - (q_first // QUERIES + sequence * _SPARE)
     group = (tl.program_id(1) // num_chunks).to(tl.int64)
+    first_head = tl.load(heads_ptr + group) + (tl.program_id(1) % num_chunks) * HEADS
+    end_head = tl.load(heads_ptr + group + 1)
     r = tl.arange(0, ROWS)
-    query = tile * QUERIES + r // HEADS
-    head = tl.load(heads_ptr + group) + (tl.program_id(1) % num_chunks) * HEADS + r % HEADS
+    step = r // HEADS
+    ahead = keys - queries
+    counted = tl.maximum(ahead, 0)  # where blocks of queries count the first query (K3)
+    first_query = tile * QUERIES - (counted & (QUERIES - 1))
+    query = first_query + step
+    head = first_head + r % HEADS
     token = q_first + query
-    is_row = (query < queries) & (head < tl.load(heads_ptr + group + 1)) & (token >= 0) & (token < num_tokens)
-    lo, hi = _live_keys(keys - queries + query, keys, window, CAUSAL)
+    is_row = (query >= 0) & (query < queries) & (head < end_head) & (token >= 0) & (token < num_tokens)
+    least = tl.maximum(tl.maximum(first_query, -q_first), 0)
+    last = tl.minimum(tl.minimum(first_query + QUERIES, queries), num_tokens - q_first) - 1
+    is_any = (least <= last) & (first_head < end_head)
+    at = ahead + first_query
+    lo, hi = _live_keys(at + step, keys, window, CAUSAL, HAS_WINDOW)
+    # of all queries of the block of 64, here or not: what a row skips must not depend on its tile (K6)
+    block_at = (counted + first_query) // QUERY_BLOCK * QUERY_BLOCK - counted + ahead
+    first_key, end_key = _keys_of_positions(
+        block_at, block_at + (QUERY_BLOCK - 1), keys, window, is_any, CAUSAL, HAS_WINDOW
+    )
     d = tl.arange(0, BLOCK_D).to(tl.int64)
+    e = _part_of_head(BLOCK_D, PARTS)
     is_in = is_row[:, None] & (d < dim)[None, :]
     columns = tl.arange(0, KEY_BLOCK)
     q_at = q_ptr + (token * stride_qt + head * stride_qh)
     grad_at = grad_ptr + (token * stride_gt + head * stride_gh)
     state = token * num_heads + head
     m = tl.load(m_ptr + state, mask=is_row, other=0.0)
-    w = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.load(l_ptr + state, mask=is_row, other=1.0))
+    w = tl.load(w_ptr + state, mask=is_row, other=1.0)
     mean = tl.load(mean_ptr + state, mask=is_row, other=0.0)
-    dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    dq = tl.zeros((ROWS, BLOCK_D // PARTS), tl.float32)
     q = dq
     grad = dq
     if LEAF == "mma":
         q = _load_tile(q_at[:, None] + d[None, :] * stride_qd, is_in, WIDENS)
         grad = _load_tile(grad_at[:, None] + d[None, :] * stride_gd, is_in, WIDENS)
-    first_key = tl.min(tl.where(is_row, lo, keys), axis=0)
-    end_key = tl.max(tl.where(is_row, hi, 0), axis=0)
     for block in range(first_key // KEY_BLOCK, (end_key + KEY_BLOCK - 1) // KEY_BLOCK):
         start = block * KEY_BLOCK
         position = start + columns.to(tl.int64)
@@ -512,32 +601,37 @@ def dq_kernel(
             is_kd = is_read[:, None] & (d < dim)[None, :]
             k = _load_tile(k_at[:, None] + d[None, :] * stride_kd, is_kd, WIDENS)
             x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            x = _chain_of_products(q_at, k_at, is_row, is_read, stride_qd, stride_kd, dim, ROWS, KEY_BLOCK)
+        p, t = _probabilities(x, scale, cap, m[:, None], w[:, None], CAPPED)
+        if LEAF == "mma":  # behind p: fewer values wait in registers
             v = _load_tile(v_at[:, None] + d[None, :] * stride_vd, is_kd, WIDENS)
             dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
         else:
-            x = _chain_of_products(q_at, k_at, is_row, is_read, stride_qd, stride_kd, dim, ROWS, KEY_BLOCK)
             dp = _chain_of_products(grad_at, v_at, is_row, is_read, stride_gd, stride_vd, dim, ROWS, KEY_BLOCK)
-        first, end = _live_columns(lo, hi, start, is_row, KEY_BLOCK)
+        first, end = _live_columns(start, at, step, is_row, keys, window, CAUSAL, HAS_WINDOW, KEY_BLOCK)
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] < end[:, None])
-        keep = x
+        is_kept = live
         if DROPS:
-            at = tl.maximum(keys - queries, 0) + query
-            keep = _kept(position[None, :], at[:, None], head[:, None], sequence, drop_ptr, keep_scale)
-        _, ds = _gradients_of_pairs(x, dp, scale, cap, m[:, None], w[:, None], mean[:, None], keep, live, CAPPED, DROPS)
+            is_kept = _is_kept(position[None, :], (tl.maximum(ahead, 0) + query)[:, None], head[:, None], sequence, drop_ptr)
+        ds = _gradients_of_scores(p, t, dp, scale, mean[:, None], is_kept, keep_scale, live, CAPPED, DROPS)
         if LEAF == "mma":
+            if PARTS > 1:
+                k = _load_tile(k_at[:, None] + e[None, :] * stride_kd, is_read[:, None] & (e < dim)[None, :], WIDENS)
             grown = tl.dot(_operand(ds, k_ptr, WIDENS), k, dq, input_precision="ieee")
         else:
-            sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
+            sums = tl.zeros((ROWS, BLOCK_D // PARTS), tl.float32)
             ds = arithmetic.flush(ds)
             for j in range(tl.maximum(first_key - start, 0), tl.minimum(end_key - start, KEY_BLOCK)):
                 row_j = k_first + start + j
                 is_read_j = (start + j < end_key) & (row_j >= 0) & (row_j < num_key_rows)
                 k_at_j = k_ptr + (row_j * stride_ks + group * stride_kg)
-                k = tl.load(k_at_j + d * stride_kd, mask=(d < dim) & is_read_j, other=0.0).to(tl.float32)
+                k = tl.load(k_at_j + e * stride_kd, mask=(e < dim) & is_read_j, other=0.0).to(tl.float32)
                 sums = _continue(sums, _column(ds, columns, j), k, (start + j >= lo) & (start + j < hi))
-            grown = dq + (sums + 0.0)
-        dq = tl.where((first < end)[:, None], grown, dq)
-    tl.store(dq_ptr + (state[:, None] * dim + d[None, :]), arithmetic.cast(dq, tl.float32), mask=is_in)
+            grown = tl.where((first < end)[:, None], dq + (sums + 0.0), dq)
+        dq = grown
+    is_out = is_row[:, None] & (e < dim)[None, :]
+    tl.store(dq_ptr + (state[:, None] * dim + e[None, :]), arithmetic.cast(dq, tl.float32), mask=is_out)
 
 
 @triton.jit
@@ -551,7 +645,7 @@ def dkv_kernel(
     group_ptr,
     drop_ptr,
     m_ptr,
-    l_ptr,
+    w_ptr,
     mean_ptr,
     dk_ptr,
     dv_ptr,
@@ -579,18 +673,22 @@ def dkv_kernel(
     LEAF: tl.constexpr,
     WIDENS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WANTS_DK: tl.constexpr,
+    WANTS_DV: tl.constexpr,
 ):
-    """dk, dv [H, S, D] of one query head: KEYS keys of a sequence over the blocks of 64 query positions."""
-    sequence = _sequence_of(tl.program_id(0), extent_ptr, num_sequences, KEYS)
+    """dk, dv [H, S, D] of one query head, or one of them: KEYS keys of a sequence over the blocks of 64 query positions."""
+    sequence = _sequence_of(tl.program_id(0), extent_ptr, num_sequences, KEYS, 1)
     q_first, queries, k_first, keys = _extent(sequence, starts_q_ptr, extent_ptr, False)
     tile = tl.program_id(0).to(tl.int64) - (k_first // KEYS + sequence)
     head = tl.program_id(1).to(tl.int64)
     group = tl.load(group_ptr + head)
-    key = tile * KEYS + tl.arange(0, KEYS).to(tl.int64)
+    step = tl.arange(0, KEYS)
+    key = tile * KEYS + step
     row = k_first + key
     is_key = (key < keys) & (row >= 0) & (row < num_key_rows)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
@@ -602,22 +700,24 @@ def dkv_kernel(
     ahead = keys - queries
     first = tl.maximum(ahead, 0)
     lowest = tile * KEYS
+    # of all keys of the block of 64: what a row skips must not depend on its tile (K6)
+    block_at = lowest // KEY_BLOCK * KEY_BLOCK
     first_query = queries * 0
     end_query = queries
     if CAUSAL:
-        first_query = tl.maximum(first_query, lowest - ahead)
-    if window > 0:
-        first_query = tl.maximum(first_query, lowest - window + 1 - ahead)
-        end_query = tl.minimum(end_query, lowest + KEYS - 1 + window - ahead)
-    first_of_key, end_of_key = _live_queries(key, ahead, tl.maximum(-q_first, 0), window, CAUSAL)
-    end_of_key = tl.minimum(end_of_key, tl.minimum(queries, num_tokens - q_first))
-    end_of_key = tl.where(is_key, end_of_key, 0)
+        first_query = tl.maximum(first_query, block_at - ahead)
+    if HAS_WINDOW:
+        first_query = tl.maximum(first_query, block_at - window + 1 - ahead)
+        end_query = tl.minimum(end_query, block_at + KEY_BLOCK - 1 + window - ahead)
+    least = tl.maximum(-q_first, 0)
+    last = tl.minimum(queries, num_tokens - q_first)
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
     k = dk
     v = dk
     if LEAF == "mma":
         k = _load_tile(k_at[:, None] + d[None, :] * stride_kd, is_in, WIDENS)
+    if LEAF == "mma" and WANTS_DK:
         v = _load_tile(v_at[:, None] + d[None, :] * stride_vd, is_in, WIDENS)
     end_block = (first + end_query + QUERY_BLOCK - 1) // QUERY_BLOCK
     if lowest >= keys:
@@ -627,34 +727,42 @@ def dkv_kernel(
         query = start + columns.to(tl.int64)
         token = q_first + query
         is_query = (query >= 0) & (query < queries) & (token >= 0) & (token < num_tokens)
-        lo = _column_of(first_of_key, start, QUERY_BLOCK)
-        hi = _column_of(end_of_key, start, QUERY_BLOCK)
-        live = (columns[None, :] >= lo[:, None]) & (columns[None, :] < hi[:, None])
+        # [query, key]: what belongs to a query is a number of a row then, which few threads hold
+        lo, hi = _live_columns(lowest, ahead + start, columns, is_query, keys, window, CAUSAL, HAS_WINDOW, KEYS)
+        live = (step[None, :] >= lo[:, None]) & (step[None, :] < hi[:, None])
         q_at = q_ptr + (token * stride_qt + head * stride_qh)
         grad_at = grad_ptr + (token * stride_gt + head * stride_gh)
         state = token * num_heads + head
         m = tl.load(m_ptr + state, mask=is_query, other=0.0)
-        total = tl.load(l_ptr + state, mask=is_query, other=1.0)
-        w = tl.div_rn(tl.full((QUERY_BLOCK,), 1.0, tl.float32), total)
-        mean = tl.load(mean_ptr + state, mask=is_query, other=0.0)
+        w = tl.load(w_ptr + state, mask=is_query, other=1.0)
         if LEAF == "mma":
             is_qd = is_query[:, None] & (d < dim)[None, :]
             q = _load_tile(q_at[:, None] + d[None, :] * stride_qd, is_qd, WIDENS)
-            x = tl.dot(k, tl.trans(q), input_precision="ieee")
-            grad = _load_tile(grad_at[:, None] + d[None, :] * stride_gd, is_qd, WIDENS)
-            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
-            x = _chain_of_products(k_at, q_at, is_key, is_query, stride_kd, stride_qd, dim, KEYS, QUERY_BLOCK)
-            dp = _chain_of_products(v_at, grad_at, is_key, is_query, stride_vd, stride_gd, dim, KEYS, QUERY_BLOCK)
-        keep = x
+            x = _chain_of_products(q_at, k_at, is_query, is_key, stride_qd, stride_kd, dim, QUERY_BLOCK, KEYS)
+        p, t = _probabilities(x, scale, cap, m[:, None], w[:, None], CAPPED)
+        is_kept = live
+        used = p
         if DROPS:
-            keep = _kept(key[:, None], (first + query)[None, :], head, sequence, drop_ptr, keep_scale)
-        used, ds = _gradients_of_pairs(
-            x, dp, scale, cap, m[None, :], w[None, :], mean[None, :], keep, live, CAPPED, DROPS
-        )
+            is_kept = _is_kept(key[None, :], (first + query)[:, None], head, sequence, drop_ptr)
+            used = tl.where(is_kept, p * keep_scale, 0.0)
+        used = tl.where(live, used, 0.0)
         if LEAF == "mma":
-            grown_v = tl.dot(_operand(used, q_ptr, WIDENS), grad, dv, input_precision="ieee")
-            grown_k = tl.dot(_operand(ds, q_ptr, WIDENS), q, dk, input_precision="ieee")
+            grad = _load_tile(grad_at[:, None] + d[None, :] * stride_gd, is_qd, WIDENS)
+            if WANTS_DK:
+                dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        else:
+            dp = _chain_of_products(grad_at, v_at, is_query, is_key, stride_gd, stride_vd, dim, QUERY_BLOCK, KEYS)
+        ds = used
+        if WANTS_DK:
+            mean = tl.load(mean_ptr + state, mask=is_query, other=0.0)
+            ds = _gradients_of_scores(p, t, dp, scale, mean[:, None], is_kept, keep_scale, live, CAPPED, DROPS)
+        if LEAF == "mma":
+            if WANTS_DV:
+                dv = tl.dot(tl.trans(_operand(used, q_ptr, WIDENS)), grad, dv, input_precision="ieee")
+            if WANTS_DK:
+                dk = tl.dot(tl.trans(_operand(ds, q_ptr, WIDENS)), q, dk, input_precision="ieee")
         else:
             sums_k = tl.zeros((KEYS, BLOCK_D), tl.float32)
             sums_v = tl.zeros((KEYS, BLOCK_D), tl.float32)
@@ -674,17 +782,20 @@ def dkv_kernel(
                     mask=(d < dim) & is_query_j,
                     other=0.0,
                 ).to(tl.float32)
-                lo_j, hi_j = _live_keys(ahead + i, keys, window, CAUSAL)
+                lo_j, hi_j = _live_keys(ahead + i, keys, window, CAUSAL, HAS_WINDOW)
                 live_j = (key >= lo_j) & (key < hi_j) & is_query_j
-                sums_k = _continue(sums_k, _column(ds, columns, j), q, live_j)
-                sums_v = _continue(sums_v, _column(used, columns, j), grad, live_j)
-            grown_k = dk + (sums_k + 0.0)
-            grown_v = dv + (sums_v + 0.0)
-        dk = tl.where((lo < hi)[:, None], grown_k, dk)
-        dv = tl.where((lo < hi)[:, None], grown_v, dv)
+                sums_k = _continue(sums_k, _row(ds, columns, j), q, live_j)
+                sums_v = _continue(sums_v, _row(used, columns, j), grad, live_j)
+            lo, hi = _live_query_columns(
+                start, lowest, step, is_key, least, last, ahead, window, CAUSAL, HAS_WINDOW, QUERY_BLOCK
+            )
+            dk = tl.where((lo < hi)[:, None], dk + (sums_k + 0.0), dk)
+            dv = tl.where((lo < hi)[:, None], dv + (sums_v + 0.0), dv)
     at = (head * num_key_rows + row)[:, None] * dim + d[None, :]
-    tl.store(dk_ptr + at, arithmetic.cast(dk, tl.float32), mask=is_in)
-    tl.store(dv_ptr + at, arithmetic.cast(dv, tl.float32), mask=is_in)
+    if WANTS_DK:
+        tl.store(dk_ptr + at, arithmetic.cast(dk, tl.float32), mask=is_in)
+    if WANTS_DV:
+        tl.store(dv_ptr + at, arithmetic.cast(dv, tl.float32), mask=is_in)
 
 
 # --- launch ---------------------------------------------------------------------------------------------------------
@@ -748,12 +859,12 @@ def forward(
     if out.numel() == 0:
         return State(out, m, total, rest)
     leaf = leaf if q.dtype != torch.float32 else FMA
-    tile = attention_tile(leaf, dim) if tile is None else tile
-    heads_per_tile, chunks = _heads_per_tile(head_offsets, tile.rows)
-    queries = tile.rows // heads_per_tile
+    if tile is None:
+        tile = attention_tile(leaf, dim, "forward", has_window=pairs.window != 0, drops=dropout is not None)
+    queries, heads_per_tile, chunks = _split_rows(where, head_offsets, tile)
     num_sequences = starts_q.shape[0] - 1
     paged = table is not None
-    grid = (tokens // queries + num_sequences, (len(head_offsets) - 1) * chunks)
+    grid = (tokens // queries + 2 * num_sequences, (len(head_offsets) - 1) * chunks, tile.parts)
     numbers = starts_q if dropout is None else dropout.numbers
     forward_kernel[grid](
         q,
@@ -788,6 +899,7 @@ def forward(
         WIDENS=is_interpreted(),
         IS_PAGED=paged,
         CAUSAL=pairs.causal,
+        HAS_WINDOW=pairs.window != 0,
         CAPPED=pairs.softcap != 0,
         HAS_SINKS=sinks is not None,
         DROPS=dropout is not None,
@@ -796,6 +908,7 @@ def forward(
         QUERIES=queries,
         HEADS=heads_per_tile,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        PARTS=tile.parts,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **arithmetic.OPTIONS,
@@ -840,8 +953,13 @@ def backward(
     dk = torch.empty((heads, num_keys, dim), dtype=torch.float32, device=q.device)
     dv = torch.empty_like(dk)
     leaf = leaf if q.dtype != torch.float32 else FMA
-    tile = attention_tile(leaf, dim) if tile is None else tile
+
+    def tile_of(kernel: Literal["dq", "dkv", "dk", "dv"]) -> AttentionTile:
+        given = {"has_window": pairs.window != 0, "drops": dropout is not None}
+        return attention_tile(leaf, dim, kernel, **given) if tile is None else tile
+
     mean = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    w = torch.empty_like(mean)
     rows = torch.empty_like(mean) if sinks is not None else None
     out, m, total, rest = (t.contiguous() for t in state)
     if tokens:
@@ -853,6 +971,7 @@ def backward(
             m,
             total,
             mean,
+            w,
             mean if rows is None else rows,
             tokens * heads,
             heads,
@@ -872,19 +991,19 @@ def backward(
         "LEAF": "fma" if leaf == FMA else "mma",
         "WIDENS": is_interpreted(),
         "CAUSAL": pairs.causal,
+        "HAS_WINDOW": pairs.window != 0,
         "CAPPED": pairs.softcap != 0,
         "DROPS": dropout is not None,
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
         **arithmetic.OPTIONS,
     }
     num_sequences = starts_q.shape[0] - 1
     starts_q, starts_k = starts_q.contiguous(), starts_k.contiguous()
     if dq.numel():
-        heads_per_tile, chunks = _heads_per_tile(head_offsets, tile.rows)
-        queries = tile.rows // heads_per_tile
-        dq_kernel[(tokens // queries + num_sequences, (len(head_offsets) - 1) * chunks)](
+        dq_tile = tile_of("dq")
+        queries, heads_per_tile, chunks = _split_rows(where, head_offsets, dq_tile)
+        grid = (tokens // queries + 2 * num_sequences, (len(head_offsets) - 1) * chunks, dq_tile.parts)
+        dq_kernel[grid](
             grad_out,
             q,
             k,
@@ -894,7 +1013,7 @@ def backward(
             device_integers(tuple(head_offsets), q.device),
             numbers,
             m,
-            total,
+            w,
             mean,
             dq,
             tokens,
@@ -907,34 +1026,46 @@ def backward(
             *scalars,
             QUERIES=queries,
             HEADS=heads_per_tile,
+            PARTS=dq_tile.parts,
+            num_warps=dq_tile.num_warps,
+            num_stages=dq_tile.num_stages,
             **shared,
         )
     if dk.numel():
         groups = tuple(g for g, (lo, hi) in enumerate(itertools.pairwise(head_offsets)) for _ in range(lo, hi))
-        dkv_kernel[(num_keys // tile.keys + num_sequences, heads)](
-            grad_out,
-            q,
-            k,
-            v,
-            starts_q,
-            starts_k,
-            device_integers(groups, q.device),
-            numbers,
-            m,
-            total,
-            mean,
-            dk,
-            dv,
-            tokens,
-            heads,
-            num_sequences,
-            num_keys,
-            dim,
-            *strides,
-            *scalars,
-            KEYS=tile.keys,
-            **shared,
-        )
+        outputs: tuple[Literal["dkv", "dk", "dv"], ...] = ("dk", "dv") if tile_of("dkv").is_divided else ("dkv",)
+        for name in outputs:
+            dkv_tile = tile_of(name)
+            if KEY_BLOCK.value % dkv_tile.keys:
+                raise PlanError(f"{where}: keys of a tile must divide the {KEY_BLOCK.value} of a block, got {dkv_tile}")
+            dkv_kernel[(num_keys // dkv_tile.keys + num_sequences, heads)](
+                grad_out,
+                q,
+                k,
+                v,
+                starts_q,
+                starts_k,
+                device_integers(groups, q.device),
+                numbers,
+                m,
+                w,
+                mean,
+                dk,
+                dv,
+                tokens,
+                heads,
+                num_sequences,
+                num_keys,
+                dim,
+                *strides,
+                *scalars,
+                KEYS=dkv_tile.keys,
+                WANTS_DK=name != "dv",
+                WANTS_DV=name != "dk",
+                num_warps=dkv_tile.num_warps,
+                num_stages=dkv_tile.num_stages,
+                **shared,
+            )
     return Gradients(dq, _fold_heads(dk, head_offsets, programs), _fold_heads(dv, head_offsets, programs), rows)
 
 
@@ -950,11 +1081,14 @@ def _fold_heads(per_head: Tensor, head_offsets: Sequence[int], programs: Sequenc
     return torch.cat(nodes).transpose(0, 1).contiguous()
 
 
-def _heads_per_tile(head_offsets: Sequence[int], rows: int) -> tuple[int, int]:
-    """(query heads of one KV head in a tile, tiles that hold all of them)."""
+def _split_rows(where: str, head_offsets: Sequence[int], tile: AttentionTile) -> tuple[int, int, int]:
+    """(queries of a tile, query heads of one KV head in it, tiles that hold all of these heads)."""
     largest = max(hi - lo for lo, hi in itertools.pairwise(head_offsets))
-    heads = min(triton.next_power_of_2(largest), rows, 16)
-    return heads, triton.cdiv(largest, heads)
+    heads = min(triton.next_power_of_2(largest), tile.rows, 16)
+    queries = tile.rows // heads
+    if QUERY_BLOCK.value % queries:
+        raise PlanError(f"{where}: queries of a tile must divide the {QUERY_BLOCK.value} of a block, got {queries}")
+    return queries, heads, triton.cdiv(largest, heads)
 
 
 def _require(where: str, q: Tensor, k: Tensor, v: Tensor, head_offsets: Sequence[int]) -> None:

@@ -30,15 +30,17 @@ _LOW = 2**32 - 1
 
 @triton.jit
 def word_of(number, c1, c2, c3, k0, k1):
-    """Word number mod 4 of the counter (number div 4, c1, c2, c3); int64 values that broadcast to one shape."""
-    zero = (number + c1 + c2 + c3) * 0
-    which = (number + zero) % 4
-    c0 = (number // 4 + zero).to(tl.uint32)
-    c1 = (c1 + zero).to(tl.uint32)
-    c2 = (c2 + zero).to(tl.uint32)
-    c3 = (c3 + zero).to(tl.uint32)
-    k0 = (k0 + zero).to(tl.uint32)
-    k1 = (k1 + zero).to(tl.uint32)
+    """Word number mod 4 (uint32) of the counter (number div 4, c1, c2, c3); int64 values that broadcast to one shape.
+
+    Values stay in their own shapes until a round mixes them: a row and a column cost less than all their pairs.
+    """
+    which = (number % 4).to(tl.int32)
+    c0 = (number // 4).to(tl.uint32)
+    c1 = c1.to(tl.uint32)
+    c2 = c2.to(tl.uint32)
+    c3 = c3.to(tl.uint32)
+    k0 = k0.to(tl.uint32)
+    k1 = k1.to(tl.uint32)
     for _ in tl.static_range(10):
         n0 = tl.umulhi(c2, _B) ^ c1 ^ k0
         n2 = tl.umulhi(c0, _A) ^ c3 ^ k1
@@ -48,7 +50,13 @@ def word_of(number, c1, c2, c3, k0, k1):
         c2 = n2
         k0 = k0 + _WEYL_A
         k1 = k1 + _WEYL_B
-    return tl.where(which == 0, c0, tl.where(which == 1, c1, tl.where(which == 2, c2, c3))).to(tl.int64)
+    return tl.where(which == 0, c0, tl.where(which == 1, c1, tl.where(which == 2, c2, c3)))
+
+
+@triton.jit
+def is_kept(word, threshold):
+    """word >= threshold, for a threshold of 0 .. 2^32 in int64; 32 bits suffice to compare with."""
+    return (word >= threshold.to(tl.uint32)) & (threshold <= 0xFFFFFFFF)
 
 
 @triton.jit
@@ -79,7 +87,7 @@ def dropout_kernel(
     sample = low + tl.cast(first_sample, tl.int64)
     word = word_of(k + first_feature, position, sample, k * 0, tl.load(key_ptr), tl.load(key_ptr + 1))
     x = tl.load(x_ptr + (row * length + k), mask=k < length, other=0.0).to(tl.float32)
-    y = tl.where(word < threshold, 0.0, x * scale)
+    y = tl.where(is_kept(word, tl.cast(threshold, tl.int64)), x * scale, 0.0)
     tl.store(y_ptr + (row * length + k), arithmetic.cast(y, y_ptr.dtype.element_ty), mask=k < length)
 
 

@@ -7,7 +7,7 @@ not from measurements. No triton here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tbik.errors import PlanError
 
@@ -85,21 +85,48 @@ def tiles_for(leaf: str, acc_dtype: str) -> Tiles:
 
 
 class AttentionTile(NamedTuple):
-    """One compiled form of attention: rows = queries x query heads of a KV head; keys of a program of dK and dV."""
+    """One compiled form of attention. None changes a bit."""
 
     rows: int
+    """Queries x query heads of a KV head in a program of the forward and of dQ."""
     keys: int
+    """Keys in a program of dK and dV; at most the 64 of a block."""
     num_warps: int
     num_stages: int
+    parts: int = 1
+    """Programs of the forward and of dQ that share head_dim of their outputs; each computes the scores."""
+    is_divided: bool = False
+    """dK and dV by a program each, which both compute the scores, in place of one."""
 
 
-def attention_tile(leaf: str, head_dim: int) -> AttentionTile:
-    """The tile by (architecture, head_dim), for any number of queries: prefill and decoding have the same bits."""
+_FMA_ATTENTION = AttentionTile(16, 16, 4, 1)
+
+
+def attention_tile(
+    leaf: str,
+    head_dim: int,
+    kernel: Literal["forward", "dq", "dkv", "dk", "dv"],
+    *,
+    has_window: bool = False,
+    drops: bool = False,
+) -> AttentionTile:
+    """The tile of a kernel by architecture, head_dim and masks, for any number of queries: prefill and decoding have the
+    same bits. "dk" and "dv" are the two programs of a "dkv" that is_divided."""
     if leaf == FMA:
-        return AttentionTile(16, 16, 4, 1)
+        return _FMA_ATTENTION
     architecture = leaf.removeprefix("mma:")
     if architecture not in MMA_TILES:
         raise PlanError(f"kernels.tiles: tensor-core leaves exist for {ARCHITECTURES}, got {leaf!r}; use leaf='fma'")
-    # 64 rows are the least for wgmma; sm_80 needs none, and with 32 keys dK and dV stay in registers
-    keys = 32 if architecture == "sm_80" else 64
-    return AttentionTile(64, keys, 8, 2 if head_dim <= 128 else 1)
+    is_wide = head_dim > 128
+    if architecture == "sm_80":
+        stages = 1 if drops and kernel in ("forward", "dq") else 2
+        if kernel == "forward":
+            return AttentionTile(64, 32, 4, stages, parts=2 if is_wide else 1)
+        return AttentionTile(64, 32, 4 if kernel == "dq" and not is_wide else 8, stages, is_divided=is_wide)
+    # 64 rows are the least for wgmma. With a window a block's sums wait beside the former ones in registers
+    tile = AttentionTile(64, 64, 8, 2, parts=2 if is_wide and has_window and kernel == "forward" else 1)
+    if architecture == "sm_90" and is_wide:
+        return tile._replace(num_stages=1 if kernel == "dv" else 2, is_divided=True)
+    if architecture == "sm_100" and is_wide and kernel == "dkv":
+        return tile._replace(num_stages=1)  # two would take more shared memory than there is
+    return tile
