@@ -36,6 +36,12 @@ using Tensors = std::vector<at::Tensor>;
 
 namespace {
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+constexpr OpType kReduceScatterCoalesced = OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+#else  // an older torch has no name for it
+constexpr OpType kReduceScatterCoalesced = OpType::COALESCED;
+#endif
+
 constexpr milliseconds kDrain{5000};
 constexpr milliseconds kGrace{500};  // the worker's own error, which says more, comes first
 constexpr int64_t kGlooMessage = int64_t{8} << 20;
@@ -100,7 +106,8 @@ Op op_of(const c10d::ReduceOp& op, const char* where) {
 
 double factor_of(const c10d::ReduceOp& op, const char* where) {
   if (static_cast<c10d::ReduceOp::RedOpType>(op) != c10d::ReduceOp::PREMUL_SUM) return 1.0;
-  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  // by the name that torch 2.11 has too
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) refuse(std::string(where) + ": PREMUL_SUM without a factor");
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
@@ -1311,7 +1318,7 @@ ProcessGroupTbik::WorkPtr ProcessGroupTbik::reduce_scatter_tensor_coalesced(Tens
     }
     return result;
   });
-  const OpType type = outputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+  const OpType type = outputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : kReduceScatterCoalesced;
   if (device.type() == device_type_) {
     return submit_to_device(
         {type, collective, options.reduceOp, 0, outputs, out_views, {in_views}, options.timeout, options.asyncOp});

@@ -5,7 +5,8 @@
     dS = p w (dP - D) ... scale; dQ over key blocks, dK and dV over query blocks of 64 positions, block after block
 
 Suffixes: R rows of a tile (query and query head), K keys of a tile, D head_dim, T query tokens, S key tokens, H query
-heads, G KV heads, B sequences. A tile holds queries of one sequence and query heads of one KV head.
+heads, G KV heads, B sequences. A tile holds queries of one sequence, within a block of 64 positions, and query heads of
+one KV head: without a window its rows take the same blocks.
 Leaves: "fma" has the bits of the CPU; "mma" multiplies bf16 and fp16 with tensor cores (K6).
 The host does not see the numbers (lengths, pages): what the CPU refuses by them reads no memory beyond the tensors and
 gives NaN. Bits: batch-invariant, layout-invariant over heads (tests/test_kernels_attention.py). Not yet measured on a
