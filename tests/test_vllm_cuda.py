@@ -24,7 +24,7 @@ from cases import wide_exponents
 from interpreter import exact_fma, needs_triton  # noqa: F401
 from vllm_on_cuda import in_a_process, pretend
 
-from tbik import PlanError, TreePlan, ops
+from tbik import PlanError, TreePlan, models, ops
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed here; `make vllm` makes an environment that has it")
 import test_vllm_plugin as on_cpu  # noqa: E402
@@ -41,9 +41,9 @@ def report(task: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def start() -> None:
+def start(engine: bool = False) -> None:
     """A process of vLLM on CUDA that has loaded the plug-in."""
-    pretend()
+    pretend(engine)
     import tbik_vllm
 
     tbik_vllm.register()
@@ -392,7 +392,7 @@ ATTENTIONS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check_attention(kind: str, layouts: Any = None) -> None:
+def check_attention(kind: str, layouts: Any = None, choose_kernels: Callable[[], None] = lambda: None) -> None:
     """Our backend's pieces over every layout: each sequence has the bits of packed attention of it alone."""
     from tbik_vllm.attention_cuda import TbikCudaAttentionBackend as Backend
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -400,13 +400,17 @@ def check_attention(kind: str, layouts: Any = None) -> None:
 
     dtype, settings, options = ATTENTIONS[kind]
     inputs = [
-        [wide_exponents((length, heads, DIM), dtype, 10 * row + i, spread=6) for i, heads in enumerate((8, 4, 4))]
+        [
+            wide_exponents((length, heads, DIM), dtype, 10 * row + i, spread=6)
+            for i, heads in enumerate((HEADS, GROUPS, GROUPS))
+        ]
         for row, length in enumerate(LENGTHS)
     ]
     config = vllm.config.get_current_vllm_config()
     builder = Backend.get_builder_cls()(None, ["a"], config, torch.device("cpu"))
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     expected = [ops.attention(*sequence, scale=0.125, **options) for sequence in inputs]
+    choose_kernels()
     for layout in KVCacheLayout if layouts is None else [KVCacheLayout[name] for name in layouts]:
         impl = Backend.get_impl_cls()(HEADS, DIM, 0.125, GROUPS, None, kv_cache_dtype="auto", **(
             {"sliding_window": None} | settings))  # fmt: skip
@@ -416,8 +420,8 @@ def check_attention(kind: str, layouts: Any = None) -> None:
             assert_bitwise_equal(got[row], value, f"{kind}, {layout.name}, sequence {row}")
         assert second.isnan().all()
         keys, _ = impl.split(first)
-        slot = slots_of(((0, LENGTHS[0]), (0, 0)))[40].item()
-        assert_bitwise_equal(keys[slot // SLOTS, slot % SLOTS], inputs[0][1][40], f"{layout.name}, the stored key")
+        slot = slots_of(((0, LENGTHS[0]), (0, 0)))[17].item()
+        assert_bitwise_equal(keys[slot // SLOTS, slot % SLOTS], inputs[0][1][17], f"{layout.name}, the stored key")
         assert keys.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
 
 
@@ -448,13 +452,24 @@ def test_verify_attention_over_vllms_cache_by_triton(
     exact_fma: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The CUDA kernels themselves, in Triton's interpreter, over the same caches."""
+    """The CUDA kernels themselves, in Triton's interpreter, over the same caches; small, since that is slow."""
     from tbik import devices
 
-    expected = {kind: ATTENTIONS[kind] for kind in ("bf16", "fp16, window")}
-    monkeypatch.setattr(devices, "is_cuda", lambda t: True)
-    for kind in expected:
-        check_attention(kind, layouts=["LBNHC", "BHLNC"])
+    sizes = {
+        "HEADS": 2,
+        "GROUPS": 1,
+        "DIM": 16,
+        "LENGTHS": (20, 5),
+        "PAGES": ((3, 1), (2,)),
+        "STEPS": (((0, 18), (0, 5)), ((18, 20), (5, 5))),
+    }
+    for name, value in sizes.items():
+        monkeypatch.setitem(globals(), name, value)
+
+    def by_triton() -> None:
+        monkeypatch.setattr(devices, "is_cuda", lambda t: True)
+
+    check_attention("bf16", ["LBNHC", "BHLNC"], by_triton)
 
 
 def test_verify_steps_that_attention_on_cuda_does_not_know_are_refused(one_rank: None) -> None:
@@ -592,23 +607,104 @@ def tokens_of() -> list[torch.Tensor]:
     return [torch.randint(0, 320, (length,), generator=generator) for length in LENGTHS]
 
 
+def trainer_of(folder: Path, plan: TreePlan) -> Any:
+    """The Hugging Face model of tbik's operators: token ids -> logits fp32 [T, V]."""
+    from tbik.huggingface.parallelize import load_checkpoint
+
+    model = load_checkpoint(folder, None, plan, dtype=torch.bfloat16)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids[None], use_cache=False).logits[0]
+
+    return logits
+
+
 @pytest.mark.parametrize(
-    ("kind", "packs"), [("qwen3", False), pytest.param("qwen3", True, marks=pytest.mark.slow), ("qwen3_moe", False)]
+    ("kind", "packs"),
+    [
+        ("qwen3_moe", False),
+        pytest.param("qwen3", True, marks=pytest.mark.slow),
+        pytest.param("qwen2", False, marks=pytest.mark.slow),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+    ],
 )
 def test_verify_a_model_on_cuda_has_the_trainers_bits(kind: str, packs: bool, tmp_path: Path) -> None:
     """Chunks, pages and company on one side, a Hugging Face model of tbik's operators on the other."""
-    from tbik import models
-    from tbik.huggingface.parallelize import load_checkpoint
-
     folder = models.random_model(kind, tmp_path / "model", num_hidden_layers=2, vocab_size=320)
     got, error = in_a_process(model_on_cuda, folder, packs, environment=ENVIRONMENT)
     assert not error, error
     assert got["backends"] == {"TbikCudaAttentionBackend"} and got["plan"] == PLAN.fingerprint()
-    trainer = load_checkpoint(folder, None, PLAN, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for ids, logits in zip(tokens_of(), got["logits"], strict=True):
-            expected = trainer(input_ids=ids[None], use_cache=False).logits[0]
-            assert expected.dtype == torch.float32
-            assert_bitwise_equal(torch.from_numpy(logits), expected, kind)
-    assert_bits_differ(torch.from_numpy(got["logits"][0][:33]), torch.from_numpy(got["logits"][1]), "two prompts")
-    assert TreePlan(leaves=4).fingerprint() != got["plan"]
+    trainer, other = trainer_of(folder, PLAN), trainer_of(folder, TreePlan(leaves=4))
+    for ids, logits in zip(tokens_of(), got["logits"], strict=True):
+        assert_bitwise_equal(torch.from_numpy(logits), trainer(ids), kind)
+        assert_bits_differ(torch.from_numpy(logits), other(ids), "another plan")
+
+
+# --- a whole engine --------------------------------------------------------------------------------------------------
+
+PROMPTS = ([*range(3, 60)], [5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
+
+
+def engine_on_cuda(folder: Path) -> dict[str, Any]:
+    """vLLM's engine on its CUDA platform: (tokens, log-probabilities) of each prompt, in company and alone."""
+    start(engine=True)
+    from tbik_vllm import linear, vocabulary
+    from vllm import LLM, SamplingParams
+
+    linear.wants_packs = vocabulary.wants_packs = lambda parameter: False
+
+    llm = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,  # chunks
+        kv_cache_memory_bytes=8 << 20,
+        logprobs_mode="raw_logprobs",
+        worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
+    )
+
+    def generate(prompts: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
+        parameters = SamplingParams(max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True, **options)
+        answers = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], parameters, use_tqdm=False)
+        outputs = [answer.outputs[0] for answer in answers]
+        return [
+            (list(o.token_ids), [step[token].logprob for token, step in zip(o.token_ids, o.logprobs, strict=True)])
+            for o in outputs
+        ]
+
+    seeded = {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 100}
+    stock = {
+        "linear": lambda: torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)),
+        "softmax": lambda: torch.ones(2, 3).softmax(-1),
+    }
+    return {
+        "cache": llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
+        "together": generate(PROMPTS, temperature=0.0),
+        "alone": [generate([prompt], temperature=0.0)[0] for prompt in PROMPTS],
+        "seeded": generate(PROMPTS[1:], **seeded),
+        "seeded alone": [generate([prompt], **seeded)[0] for prompt in PROMPTS[1:]],
+        "stock": {name: report(call)[1] for name, call in stock.items()},
+    }
+
+
+def test_verify_an_engine_on_cuda_has_the_trainers_bits(tmp_path: Path) -> None:
+    folder = models.random_model("qwen3", tmp_path / "model", num_hidden_layers=2, vocab_size=320)
+    environment = ENVIRONMENT | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",
+    }
+    got, error = in_a_process(engine_on_cuda, folder, environment=environment)
+    assert not error, error
+    assert all(got["stock"].values()), "the batch-invariant mode would have noticed stock operators"
+    assert got["together"] == got["alone"] and got["seeded"] == got["seeded alone"]
+    assert got["seeded"] != got["together"][1:]
+    trainer = trainer_of(folder, PLAN)
+    for prompt, (tokens, logprobs) in zip(PROMPTS, got["together"], strict=True):
+        logits = trainer(torch.tensor([*prompt, *tokens]))[len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        assert_bitwise_equal(
+            torch.tensor(logprobs), ops.logprobs(logits, torch.tensor(tokens), PLAN.leaves), "logprobs"
+        )
