@@ -275,12 +275,24 @@ def layers_on_cuda(folder: Path) -> dict[str, str]:
                 on_cpu.test_verify_layers_equal_nn,
                 on_cpu.test_verify_row_operators_equal_ops,
                 on_cpu.test_verify_layers_are_refused_by_name,
+                gate_on_cuda,
                 weights_on_cuda,
             ):
                 if packs and test is weights_on_cuda:
                     continue
                 out[f"{test.__name__}, {packs=}"] = report(lambda test=test: test(None))[1]
     return out
+
+
+def gate_on_cuda(one_rank: None) -> None:
+    """A router that asks for fp32 when it is made, for which vLLM takes a GEMM past the linear method on Hopper."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    x, weight = on_cpu.dense((5, 96), 4), on_cpu.dense((6, 96), 23)
+    gate = GateLinear(96, 6, out_dtype=torch.float32, params_dtype=torch.bfloat16, prefix="gate")
+    assert gate.allow_cublas_router_gemm
+    on_cpu.load(gate, weight)
+    assert_bitwise_equal(on_cpu.finish(gate)(x)[0], ops.linear(x, weight, plan=PLAN, out_dtype=torch.float32), "gate")
 
 
 def weights_on_cuda(one_rank: None) -> None:
@@ -306,7 +318,7 @@ def test_verify_layers_on_cuda(tmp_path: Path) -> None:
     folder = on_cpu.write_config(tmp_path / "model")
     got, error = in_a_process(layers_on_cuda, folder, environment=ENVIRONMENT)
     assert not error, error
-    assert len(got) == 7 and not any(got.values()), got
+    assert len(got) == 9 and not any(got.values()), got
 
 
 # --- attention over vLLM's cache -------------------------------------------------------------------------------------
