@@ -314,6 +314,76 @@ def weights_on_cuda(one_rank: None) -> None:
     assert_bitwise_equal(layer(x)[0], ops.linear(x, first, plan=PLAN, parallel="row"), "another parameter")
 
 
+def small_layers() -> dict[str, torch.Tensor]:
+    """What one layer of each kind gives, small enough for an interpreter."""
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.v1.sample.sampler import Sampler
+
+    assert get_tp_group().world_size == 1
+    dense = on_cpu.dense
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        x, out = dense((3, 32), 1), {}
+        row = RowParallelLinear(32, 16, bias=True, prefix="row")
+        on_cpu.load(row, dense((16, 32), 2), dense((16,), 3))
+        out["row"] = on_cpu.finish(row)(x)[0]
+        qkv = QKVParallelLinear(32, 8, 2, 1, bias=False, prefix="qkv")
+        for part, heads, seed in (("q", 2, 4), ("k", 1, 5), ("v", 1, 6)):
+            on_cpu.load(qkv, dense((heads * 8, 32), seed), shard=part)
+        q, k, _ = on_cpu.finish(qkv)(x)[0].split([16, 8, 8], dim=-1)
+        norm, gemma = RMSNorm(8, eps=1e-6), GemmaRMSNorm(8, eps=1e-6)
+        for layer in (norm, gemma):
+            layer.weight.data.copy_(dense((8,), 7))
+        q, k = norm(q.view(3, 2, 8)).view(3, 16), gemma(k.view(3, 1, 8)).view(3, 8)
+        rope = get_rope(8, 64, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+        out["q"], out["k"] = rope(torch.tensor([0, 3, 40]), q, k)
+        out["normed"], out["residual"] = norm(dense((3, 8), 8), dense((3, 8), 9))
+        out["silu"], out["gelu"] = SiluAndMul()(x), GeluAndMul("tanh")(x)
+        embedding = VocabParallelEmbedding(64, 32, prefix="embedding")
+        on_cpu.load(embedding, dense((64, 32), 10))
+        out["embedding"] = on_cpu.finish(embedding)(torch.tensor([0, 63, 5]))
+        head = ParallelLMHead(64, 32, prefix="head")
+        on_cpu.load(head, dense((64, 32), 11))
+        out["logits"] = LogitsProcessor(64)(on_cpu.finish(head), x)
+        out["logprobs"] = Sampler.compute_logprobs(out["logits"])
+        gate = GateLinear(32, 4, prefix="gate")
+        on_cpu.load(gate, dense((4, 32), 12))
+        out["router"] = on_cpu.finish(gate)(x)[0]
+        experts = on_cpu.mixture(num_experts=4, hidden_size=32, intermediate_size=16).routed_experts
+        experts.w13_weight.data.copy_(dense((4, 32, 32), 13))
+        experts.w2_weight.data.copy_(dense((4, 32, 16), 14))
+        experts.quant_method.process_weights_after_loading(experts)
+        out["experts"] = experts.forward_monolithic(x=x, router_logits=out["router"])
+        return out
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_triton
+def test_verify_layers_by_triton(
+    one_rank: None,
+    exact_fma: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's layers on the CUDA kernels, in Triton's interpreter: unpacked weights, strides and dtypes as they come."""
+    from tbik_vllm.settings import activate
+
+    from tbik import devices
+
+    activate(PLAN)
+    expected = small_layers()
+    monkeypatch.setattr(devices, "is_cuda", lambda t: True)
+    for name, value in small_layers().items():
+        assert_bitwise_equal(value, expected[name], name)
+
+
 def test_verify_layers_on_cuda(tmp_path: Path) -> None:
     folder = on_cpu.write_config(tmp_path / "model")
     got, error = in_a_process(layers_on_cuda, folder, environment=ENVIRONMENT)
@@ -691,6 +761,11 @@ def engine_on_cuda(folder: Path) -> dict[str, Any]:
         "linear": lambda: torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)),
         "softmax": lambda: torch.ones(2, 3).softmax(-1),
     }
+    # what the GPU worker does before it serves
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    runner.profile_run()
+    runner._dummy_run(8, force_attention=True)
     return {
         "cache": llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
         "together": generate(PROMPTS, temperature=0.0),

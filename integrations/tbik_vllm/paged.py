@@ -16,9 +16,8 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 
 from tbik import PlanError, ops
+from tbik_vllm.refusals import CACHE_DTYPES
 from tbik_vllm.settings import plan_for
-
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def require_causal(common: Any) -> None:
