@@ -12,6 +12,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,6 +390,75 @@ def test_verify_layers_on_cuda(tmp_path: Path) -> None:
     got, error = in_a_process(layers_on_cuda, folder, environment=ENVIRONMENT)
     assert not error, error
     assert len(got) == 9 and not any(got.values()), got
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def rank_on_cuda(rank: int, folder: Path, meeting: str, peers: bool) -> dict[str, Any]:
+    """One of two ranks: its layers, over the host's memory in the place of peer memory, or over gloo in NCCL's.
+
+    Of vLLM's communicator what only moves is its base class's.
+    """
+    start()
+    from vllm.distributed import get_tp_group
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase as Base
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    from tbik import peer_library, peer_reductions
+
+    def begin(
+        self: Any, cpu_group: Any, device: Any, device_group: Any, unique_name: str, *rest: Any, **named: Any
+    ) -> None:
+        Base.__init__(self, cpu_group, device, device_group, unique_name)
+
+    stock: Any = CudaCommunicator
+    stock.__init__ = begin
+    for name in ("all_gather", "all_gatherv", "gather", "broadcast", "send", "recv", "destroy"):
+        setattr(stock, name, getattr(Base, name))
+    peer_reductions.LIBRARIES.clear()
+    if peers:
+        peer_reductions.LIBRARIES["cuda"] = peer_library.host
+    else:
+        peer_reductions.LIBRARIES["cuda"] = no_library
+    torch.cuda.current_device = lambda: 0
+    from tbik_vllm import linear, vocabulary
+
+    linear.wants_packs = vocabulary.wants_packs = lambda parameter: False
+    with on_cpu.vllm_rank(rank, 2, folder, meeting):
+        communicator = get_tp_group().device_communicator
+        layers = on_cpu.all_layers_by_value()
+        return {
+            "layers": layers,
+            "communicator": type(communicator).__name__,
+            "sums": type(communicator.sums).__name__,
+            "sent": communicator.sums.bytes_sent,
+            "unowned": report(on_cpu.unowned_sum)[1],
+        }
+
+
+def no_library() -> Any:
+    raise PlanError("no peer memory in this test")
+
+
+@pytest.mark.parametrize("sums", ["PeerRankSums", "NcclRankSums"])
+def test_verify_layers_of_two_ranks_on_cuda(sums: str, tmp_path: Path) -> None:
+    """Roots over two ranks are those of one, whether peers add or NCCL moves."""
+    folder, meeting = on_cpu.write_config(tmp_path / "model"), str(tmp_path / "meeting")
+
+    def run(rank: int) -> Any:
+        return in_a_process(rank_on_cuda, rank, folder, meeting, sums == "PeerRankSums", environment=ENVIRONMENT)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, (0, 1)))
+    for rank, (got, error) in enumerate(results):
+        assert not error, error
+        assert got["communicator"] == "TbikCudaCommunicator" and got["sums"] == sums and got["sent"] > 0
+        assert "no layer of tbik asked for" in got["unowned"]
+        for name, value in on_cpu.expected_layers(rank, 2).items():
+            dtype, content, shape = got["layers"][name]
+            mine = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+            assert_bitwise_equal(mine, value, f"{name} on rank {rank}")
 
 
 # --- attention over vLLM's cache -------------------------------------------------------------------------------------
