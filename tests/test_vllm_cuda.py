@@ -441,6 +441,7 @@ def no_library() -> Any:
     raise PlanError("no peer memory in this test")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sums", ["PeerRankSums", "NcclRankSums"])
 def test_verify_layers_of_two_ranks_on_cuda(sums: str, tmp_path: Path) -> None:
     """Roots over two ranks are those of one, whether peers add or NCCL moves."""
@@ -776,9 +777,9 @@ def trainer_of(folder: Path, plan: TreePlan) -> Any:
     ("kind", "packs"),
     [
         ("qwen3_moe", False),
-        pytest.param("qwen3", True, marks=pytest.mark.slow),
-        pytest.param("qwen2", False, marks=pytest.mark.slow),
-        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("qwen3", True, marks=pytest.mark.long),
+        pytest.param("qwen2", False, marks=pytest.mark.long),
+        pytest.param("llama", False, marks=pytest.mark.long),
     ],
 )
 def test_verify_a_model_on_cuda_has_the_trainers_bits(kind: str, packs: bool, tmp_path: Path) -> None:

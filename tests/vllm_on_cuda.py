@@ -116,6 +116,10 @@ def _main(task: Callable[..., Any], arguments: tuple[Any, ...], environment: dic
         results.put((task(*arguments), ""))
     except BaseException as error:
         results.put((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    results.close()
+    results.join_thread()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM leaves threads behind
 
 
 def in_a_process(task: Callable[..., Any], *arguments: Any, environment: dict[str, str], seconds: float = 240) -> Any:
