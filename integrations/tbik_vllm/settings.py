@@ -82,9 +82,7 @@ def explain_leaf(plan: TreePlan, here: str) -> str:
     if here not in TENSOR_CORES:
         return f"{slow}; tensor-core leaves exist for {', '.join(TENSOR_CORES)}"
     fast = json.dumps({"leaves": plan.leaves, "leaf": f"mma:{here}"})
-    return (
-        f"{slow}. For tensor cores, with bits of that architecture alone: TBIK_PLAN='{fast}', here and in the trainer"
-    )
+    return f"{slow}. For tensor cores, with bits of that architecture alone: TBIK_PLAN='{fast}'"
 
 
 _active: TreePlan | None = None
