@@ -235,6 +235,7 @@ def test_verify_leaves_that_the_devices_lack_are_refused(tmp_path: Path, monkeyp
     """An engine on a CPU, and the check itself for every device."""
     from tbik_vllm.settings import explain_leaf, require_leaf
 
+    engine_config(write_config(tmp_path / "model"))  # vLLM loads its plug-ins once, with the environment of then
     monkeypatch.setenv("TBIK_PLAN", '{"leaf": "mma:sm_90"}')
     with pytest.raises(Exception, match="leaf is 'mma:sm_90', the devices are cpu.*expected fma or amx"):
         engine_config(write_config(tmp_path / "model"))
