@@ -83,9 +83,10 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS) pyproject.toml setup.py | setup
 demo: setup
 	$(VENV)/bin/python -m tbik demo
 
-# tests/test_vllm_plugin.py imports vLLM, so it runs where vLLM is
+# these import vLLM, so they run where vLLM is
+VLLM_TESTS := tests/test_vllm_plugin.py tests/test_vllm_cuda.py
 test: setup
-	@test ! -f $(VLLM_STAMP) || $(VLLM_VENV)/bin/python -m pytest tests/test_vllm_plugin.py -m "$(MARKERS)" -q
+	@test ! -f $(VLLM_STAMP) || $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) -m "$(MARKERS)" -q
 	$(VENV)/bin/python -m pytest tests -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 sanitize: setup

@@ -133,6 +133,7 @@ REFUSED_OPTIONS = {
     "prefill over ranks": ("parallel_config", "prefill_context_parallel_size", 2),
     "balanced experts": ("parallel_config", "enable_eplb", True),
     "two batches at once": ("parallel_config", "enable_dbo", True),
+    "parts of a batch": ("parallel_config", "ubatch_size", 2),
     "elastic experts": ("parallel_config", "enable_elastic_ep", True),
     "sequence parallel": ("compilation_config.pass_config", "enable_sp", True),
     "fused all-reduce and norm": ("compilation_config.pass_config", "fuse_allreduce_rms", True),
@@ -163,6 +164,7 @@ def test_verify_options_of_other_platforms_are_refused(case: str) -> None:
                 enable_eplb=False,
                 enable_dbo=False,
                 enable_elastic_ep=False,
+                ubatch_size=0,
             ),
             compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
             cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -227,6 +229,29 @@ def test_verify_a_changed_environment_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TBIK_VLLM", "allreduce")
     with pytest.raises(PlanError, match=r"loaded with .*full.* and again with .*allreduce"):
         tbik_vllm.register()
+
+
+def test_verify_leaves_that_the_devices_lack_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on a CPU, and the check itself for every device."""
+    from tbik_vllm.settings import explain_leaf, require_leaf
+
+    engine_config(write_config(tmp_path / "model"))  # vLLM loads its plug-ins once, with the environment of then
+    monkeypatch.setenv("TBIK_PLAN", '{"leaf": "mma:sm_90"}')
+    with pytest.raises(Exception, match="leaf is 'mma:sm_90', the devices are cpu.*expected fma or amx"):
+        engine_config(write_config(tmp_path / "model"))
+    plans = {leaf: TreePlan(leaves=4, leaf=leaf) for leaf in ("fma", "amx", "mma:sm_90")}
+    for leaf, here in (("fma", "cpu"), ("amx", "cpu"), ("fma", "sm_90"), ("fma", "sm_89"), ("mma:sm_90", "sm_90")):
+        require_leaf(plans[leaf], here)
+    for leaf, here, instead in (
+        ("amx", "sm_90", "fma or mma:sm_90"),
+        ("mma:sm_90", "sm_80", "fma or mma:sm_80"),
+        ("mma:sm_90", "sm_89", "fma"),
+    ):
+        with pytest.raises(PlanError, match=f"leaf is '{leaf}', the devices are {here}.*expected {instead}\\."):
+            require_leaf(plans[leaf], here)
+    assert '\'{"leaves": 4, "leaf": "mma:sm_90"}\'' in explain_leaf(plans["fma"], "sm_90")
+    assert "sm_80, sm_90, sm_100" in explain_leaf(plans["fma"], "sm_89")
+    assert not explain_leaf(plans["fma"], "cpu") and not explain_leaf(plans["mma:sm_90"], "sm_90")
 
 
 def test_verify_derived_plans_ignore_the_tp_size() -> None:
@@ -589,6 +614,7 @@ def test_verify_attention_equals_the_trainers(one_rank: None) -> None:
 
 
 def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
+    from tbik_vllm.attention import TbikAttentionBackend
     from tbik_vllm.refusals import refuse_model
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.activation import GeluAndMul, QuickGELU
@@ -604,6 +630,7 @@ def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     def refused(match: str, make: Callable[[], Any]) -> None:
         with pytest.raises(PlanError, match=match):
@@ -661,6 +688,12 @@ def test_verify_layers_are_refused_by_name(one_rank: None) -> None:
     model.act = QuickGELU()
     refused("act is a .*QuickGELU: there is no tbik form", lambda: refuse_model(model, {}))
     refused("act is a .*QuickGELU: another plug-in", lambda: refuse_model(model, {"QuickGELU": QuickGELU}))
+    model = torch.nn.Module()
+    model.attn = torch.nn.Module()
+    model.attn.attn_backend = CPUAttentionBackend
+    refused("attn has the attention backend vllm.*CPUAttentionBackend; expected", lambda: refuse_model(model, {}))
+    model.attn.attn_backend = TbikAttentionBackend
+    refuse_model(model, {})
 
 
 def quantised_rows() -> Any:
@@ -750,7 +783,7 @@ def test_verify_shards_that_nccl_cannot_add_are_refused() -> None:
             NcclRankSums(None, 2).sum_cover(torch.zeros(1, 4), shard, None, torch.bfloat16)
 
 
-def test_verify_platforms_and_modes_of_vllm_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_platforms_of_vllm_that_are_not_known_are_refused() -> None:
     from tbik_vllm import plugin
 
     class Other:
@@ -760,9 +793,6 @@ def test_verify_platforms_and_modes_of_vllm_that_are_not_known_are_refused(monke
 
     with pytest.raises(PlanError, match="XpuCommunicator; expected one of"):
         plugin._replace_communicator(Other)
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    with pytest.raises(PlanError, match="VLLM_BATCH_INVARIANT is '0'"):
-        plugin._prepare_cuda(Other)
 
 
 def test_verify_weights_that_have_no_name_in_the_checkpoint_are_refused(one_rank: None) -> None:
@@ -862,7 +892,7 @@ def test_verify_full_is_refused_where_there_are_no_kernels(monkeypatch: pytest.M
 
     monkeypatch.setattr(plugin, "_installed", None)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(PlanError, match="kernels for the CPU only"):
+    with pytest.raises(PlanError, match="kernels for the CPU and for CUDA, this is CpuPlatform"):
         plugin.install()
 
 

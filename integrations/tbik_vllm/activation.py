@@ -16,6 +16,8 @@ class TbikSiluAndMul(SiluAndMul):
     def forward(self, x: Tensor) -> Tensor:
         return ops.silu_and_mul(x)
 
+    forward_native = forward_cuda = forward
+
 
 class TbikGeluAndMul(GeluAndMul):
     """y = cast(gelu(gate) up), the tanh form."""
@@ -29,3 +31,5 @@ class TbikGeluAndMul(GeluAndMul):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.gelu_and_mul(x)
+
+    forward_native = forward_cuda = forward

@@ -1,10 +1,6 @@
-"""vLLM's CPU attention by ops.paged_attention (ORDER.md K1, K2), over vLLM's own KV cache.
+"""vLLM's CPU attention by tbik's operators (paged.py), over vLLM's own KV cache.
 
-    cache of a layer [P, G, N, 2 D]: per page and KV head N rows of keys, then N rows of values
-
-A query's bits ignore the batch, chunks of the prompt, prefix-cache hits, pages and threads.
-Suffixes: T query tokens, H query heads and G KV heads of this rank, D head_dim, P pages of N slots, B sequences.
-Errors: PlanError at construction, naming what is not supported.
+cache of a layer [P, G, N, 2 D]: per page and KV head N rows of keys, then N rows of values
 """
 
 from __future__ import annotations
@@ -12,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -20,9 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from tbik import PlanError, ops
-
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+from tbik_vllm.paged import PagedAttention, require_causal
 
 
 class TbikAttentionBackend(CPUAttentionBackend):
@@ -44,8 +37,7 @@ class TbikAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         common = common_attn_metadata
-        if common.causal is not True:
-            raise PlanError(f"tbik_vllm: attention is causal here, vLLM asks for causal={common.causal!r}")
+        require_causal(common)
         return CPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -59,70 +51,13 @@ class TbikAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class TbikAttentionImpl(CPUAttentionBackendImpl):
+class TbikAttentionImpl(PagedAttention, CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for refused, what in (
-            (self.attn_type != AttentionType.DECODER, f"attn_type {self.attn_type!r}; expected a causal decoder"),
-            (self.alibi_slopes is not None, "alibi slopes"),
-            (self.kv_sharing_target_layer_name is not None, "keys shared with another layer"),
-            (self.kv_cache_dtype not in CACHE_DTYPES, f"a KV cache in {self.kv_cache_dtype}"),
-            (self.num_heads % self.num_kv_heads != 0, f"{self.num_heads} heads over {self.num_kv_heads} KV heads"),
-        ):
-            if refused:
-                raise PlanError(f"tbik_vllm: attention with {what} is not supported")
-        self.tbik_window = None if self.sliding_window < 0 else self.sliding_window
-        self.tbik_softcap = self.logits_soft_cap or None
-        self.tbik_pages: tuple[Tensor, Tensor, Tensor] | None = None
+        self._start(None if self.sliding_window < 0 else self.sliding_window)
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """query [T, H, D] -> output [T, H, D], over the keys that do_kv_cache_update has stored."""
-        if output_scale is not None or output_block_scale is not None:
-            raise PlanError("tbik_vllm: attention with a quantised output is not supported")
-        if attn_metadata is None:  # vLLM warms up
-            return output
-        tokens = attn_metadata.num_actual_tokens
-        keys, values = self._pages(kv_cache)
-        output[:tokens] = ops.paged_attention(
-            query[:tokens],
-            keys,
-            values,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            attn_metadata.query_start_loc,
-            scale=self.scale,
-            window=self.tbik_window,
-            softcap=self.tbik_softcap,
-            sinks=self.sinks,
-        )
-        return output
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        tokens = slot_mapping.shape[0]
-        ops.store_kv(key[:tokens], value[:tokens], *self._pages(kv_cache), slot_mapping)
-
-    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The same views for as long as the layer's cache is the same tensor."""
-        if self.tbik_pages is None or self.tbik_pages[0] is not kv_cache:
-            self.tbik_pages = (kv_cache, *_pages(kv_cache))
-        return self.tbik_pages[1:]
-
-
-def _pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [P, N, G, D] of a cache [P, G, N, 2 D]."""
-    pages, heads, slots, _ = kv_cache.shape
-    keys, values = kv_cache.view(pages, heads, 2 * slots, -1).chunk(2, dim=2)
-    return keys.transpose(1, 2), values.transpose(1, 2)
+    @staticmethod
+    def split(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        pages, heads, slots, _ = kv_cache.shape
+        keys, values = kv_cache.view(pages, heads, 2 * slots, -1).chunk(2, dim=2)
+        return keys.transpose(1, 2), values.transpose(1, 2)

@@ -32,11 +32,11 @@ from tbik.packing import PackSpec
 from tbik_vllm.communicator import tensor_parallel_sums
 from tbik_vllm.settings import plan_for
 from tbik_vllm.sharding import Shard, equal_shard
-from tbik_vllm.weights import Watch
+from tbik_vllm.weights import Watch, plain_values, wants_packs
 
 
 class TbikLinearMethod(UnquantizedLinearMethod):
-    """How a layer multiplies by its weight: packed once, again after every write."""
+    """How a layer multiplies by its weight: packed once, again after every write; on CUDA as it lies."""
 
     def __init__(
         self, plan: TreePlan, run: CoverRun, parallel: Parallel | None, out_dtype: torch.dtype | None = None
@@ -52,20 +52,29 @@ class TbikLinearMethod(UnquantizedLinearMethod):
         weight = layer._parameters["weight"]
         assert weight is not None
         layer.tbik_spec = self.spec(layer)
-        layer.tbik_watch = Watch.of(weight)
-        layer.tbik_watch.drop()
-        layer.tbik_watch.pack(layer.tbik_spec)
+        layer.tbik_watch = None
+        if wants_packs(weight):
+            layer.tbik_watch = Watch.of(weight)
+            layer.tbik_watch.drop()
+            layer.tbik_watch.pack(layer.tbik_spec)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear(
             x,
-            pack_of(layer),
+            operand_of(layer),
             bias,
             plan=self.plan,
             compute_dtype=layer.tbik_spec.compute_dtype,
             out_dtype=self.out_dtype,
             parallel=self.parallel,
         )
+
+
+def operand_of(layer: Any) -> Tensor | ops.PackedWeight:
+    """What the kernels of the layer's device multiply by: its weight as it is now, or the pack of that."""
+    if layer.tbik_watch is None:
+        return plain_values(layer._parameters["weight"])
+    return pack_of(layer)
 
 
 def pack_of(layer: Any) -> ops.PackedWeight:
@@ -143,7 +152,7 @@ class TbikRowParallelLinear(RowParallelLinear):
             shard = self.tbik_shard
             values = linear_cover(
                 x,
-                pack_of(self),
+                operand_of(self),
                 shard.run,
                 plan=shard.plan,
                 compute_dtype=self.tbik_spec.compute_dtype,

@@ -17,6 +17,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from tbik import PlanError, ops
 from tbik_vllm.communicator import tensor_parallel_sums
@@ -32,6 +33,10 @@ class TbikGateLinear(GateLinear):
         super().__init__(*args, **kwargs)
         take_over(self, None, out_dtype=torch.float32)
         self.out_dtype = torch.float32
+
+    def forward(self, x: Tensor) -> Any:
+        """Past the stock forward, which on CUDA takes a GEMM of its own by architecture and number of tokens."""
+        return ReplicatedLinear.forward(self, x.to(self.tbik_spec.compute_dtype))
 
 
 def refuse_experts(moe: Any) -> None:

@@ -1,4 +1,8 @@
-"""vLLM's RMSNorm layers by ops.rms_norm and ops.add_rms_norm (ORDER.md R1, R2), as the trainer calls them."""
+"""vLLM's RMSNorm layers by ops.rms_norm and ops.add_rms_norm (ORDER.md R1, R2), as the trainer calls them.
+
+vLLM's custom operators choose among forward_native, forward_cuda, ... by platform and settings when they are made. The
+classes here have one forward and answer to the other names with it, so that no setting leads past it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,16 @@ class TbikRMSNorm(RMSNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Normed:
         return _norm(x, residual, self.weight, self.variance_epsilon, False)
 
+    forward_native = forward_cuda = forward
+
 
 class TbikGemmaRMSNorm(GemmaRMSNorm):
     """The same with 1 + w in place of w."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Normed:
         return _norm(x, residual, self.weight, self.variance_epsilon, True)
+
+    forward_native = forward_cuda = forward
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool) -> Normed:

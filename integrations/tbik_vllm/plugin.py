@@ -1,9 +1,10 @@
 """Puts tbik's pieces at vLLM's extension points, once per process.
 
     classes by name (register_oot)     linears, embedding, lm_head, logits, norms, rope, activations
-    CPU_ATTN of the backend registry   attention
-    platform class                     get_device_communicator_cls, check_and_update_config
-    Sampler.compute_logprobs           log-softmax
+    CPU_ATTN or CUSTOM of the registry attention
+    platform class                     get_device_communicator_cls, check_and_update_config; on CUDA also
+                                       apply_config_platform_defaults
+    Sampler.compute_logprobs           log-softmax; on CUDA also TopKTopPSampler
     BaseModelLoader.load_model         the plan's agreement between ranks, and a look at the model that was built
 
 Errors: PlanError. Bits: none here.
@@ -11,13 +12,12 @@ Errors: PlanError. Bits: none here.
 
 from __future__ import annotations
 
-import os
 from functools import wraps
 from typing import Any
 
 from tbik import PlanError, TreePlan
-from tbik_vllm import guard, refusals
-from tbik_vllm.settings import Settings, activate, active_plan, plan_for
+from tbik_vllm import cuda_platform, guard, refusals
+from tbik_vllm.settings import Settings, activate, active_plan, explain_leaf, plan_for, require_leaf
 
 _installed: Settings | None = None
 _REPLACED: dict[str, type] = {}
@@ -34,26 +34,35 @@ def install() -> None:
         if _installed != settings:
             raise PlanError(f"tbik_vllm: loaded with {_installed} and again with {settings}; the environment changed")
         return
-    guard.require_known_vllm()
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    if settings.mode == "full" and not platform.is_cpu(current_platform):
+    is_cpu, is_cuda = current_platform.is_cpu(), current_platform.is_cuda()
+    if settings.mode == "full" and not (is_cpu or is_cuda):
         raise PlanError(
-            f"tbik_vllm: TBIK_VLLM=full has kernels for the CPU only in this version, this is "
-            f"{platform.__name__}; TBIK_VLLM=allreduce replaces the collectives alone"
+            f"tbik_vllm: TBIK_VLLM=full has kernels for the CPU and for CUDA, this is {platform.__name__}; "
+            "TBIK_VLLM=allreduce replaces the collectives alone"
         )
+    guard.require_known_vllm(is_cpu)
+    if not is_cpu:  # before a configuration is made from it
+        full = settings.mode == "full"
+        cuda_platform.set_environment(cuda_platform.FULL if full else cuda_platform.BATCH_INVARIANT, _say)
     _replace_communicator(platform)
     if settings.mode == "allreduce":
         _logger().warning(
             "tbik: TBIK_VLLM=allreduce replaces the tensor-parallel collectives alone. Their sums are "
             "deterministic, but this alone does not make the outputs of two TP sizes equal: TBIK_VLLM=full does"
         )
-        if not platform.is_cpu(current_platform):
-            _prepare_cuda(platform)
+        if not is_cpu:
+            cuda_platform.keep_stock_apart(platform, _say)
     else:
         _replace_layers()
-        _replace_attention()
+        if is_cpu:
+            _replace_attention()
+        else:
+            cuda_platform.register_attention(_say)
+            cuda_platform.replace_sampling(_say)
+            cuda_platform.wrap_defaults(platform, _say)
         _replace_sampler()
         _wrap_config(platform)
         _wrap_loader()
@@ -168,40 +177,21 @@ def _wrap_config(platform: Any) -> None:
             return
         _run_eagerly(vllm_config)
         refusals.refuse_config(vllm_config)
-        plan_for(vllm_config)
+        _require_device_leaf(plan_for(vllm_config))
 
     platform.check_and_update_config = classmethod(check_and_update_config)
     _say(f"{platform.__name__}.check_and_update_config", "the same, then tbik's refusals")
 
 
-def _prepare_cuda(platform: Any) -> None:
-    """On CUDA the operators are vLLM's: its batch-invariant mode, and no pass that hides a sum in a kernel."""
-    if os.environ.setdefault("VLLM_BATCH_INVARIANT", "1") != "1":
-        raise PlanError(
-            f"tbik_vllm: VLLM_BATCH_INVARIANT is {os.environ['VLLM_BATCH_INVARIANT']!r}; on CUDA the operators that "
-            "are not tbik's need vLLM's batch-invariant mode: leave it unset, or set it to 1"
-        )
-    _say("VLLM_BATCH_INVARIANT", "1")
-    stock = platform.check_and_update_config.__func__
+def _require_device_leaf(plan: TreePlan) -> None:
+    """PlanError for a leaf that this platform's devices do not have; says what a slow one costs."""
+    from vllm.platforms import current_platform
 
-    @wraps(stock)
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        keep_sums_apart(vllm_config)  # before vLLM derives anything from them
-        stock(cls, vllm_config)
-        keep_sums_apart(vllm_config)
-
-    platform.check_and_update_config = classmethod(check_and_update_config)
-    _say(f"{platform.__name__}.check_and_update_config", "the same, without fused and scattered sums")
-
-
-def keep_sums_apart(vllm_config: Any) -> None:
-    """No fused all-reduce and norm, no sequence parallelism, no fused GEMM and collective."""
-    passes = vllm_config.compilation_config.pass_config
-    for name in refusals.FUSED_SUMS:
-        if getattr(passes, name, None):
-            _logger().info("tbik: compilation_config.pass_config.%s: True -> False", name)
-        if hasattr(passes, name):
-            setattr(passes, name, False)
+    here = "cpu" if current_platform.is_cpu() else cuda_platform.architecture(current_platform)
+    require_leaf(plan, here)
+    warning = explain_leaf(plan, here)
+    if warning:
+        _logger().warning("tbik: %s", warning)
 
 
 def _run_eagerly(vllm_config: Any) -> None:
@@ -223,6 +213,7 @@ def _wrap_loader() -> None:
     @wraps(stock)
     def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         plan = plan_for(vllm_config)
+        _require_device_leaf(plan)
         _require_one_plan(plan)
         activate(plan)
         model = stock(self, vllm_config, model_config, prefix)

@@ -58,6 +58,8 @@ def refuse_config(vllm_config: Any) -> None:
     for name in ("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_elastic_ep"):
         if getattr(parallel, name):
             refuse(name, True, "False")
+    if getattr(parallel, "ubatch_size", 0) > 1:
+        refuse("ubatch_size", parallel.ubatch_size, "0: one batch at a time")
     for name in FUSED_SUMS:
         if getattr(passes, name, None):
             refuse(f"compilation_config.pass_config.{name}", True, "False: the sum and what follows it are separate")
@@ -73,6 +75,11 @@ def refuse_model(model: torch.nn.Module, replaced: dict[str, type]) -> None:
     """PlanError for a layer of vLLM that is in the model in its stock form."""
     for name, module in model.named_modules():
         kind = type(module)
+        backend = getattr(module, "attn_backend", None)
+        if isinstance(backend, type) and not backend.__module__.startswith("tbik_vllm."):
+            raise PlanError(
+                f"tbik_vllm: {name} has the attention backend {backend.__module__}.{backend.__name__}; expected tbik's"
+            )
         if not kind.__module__.startswith("vllm.model_executor.layers."):
             continue
         if kind.__name__ in _STRUCTURAL:

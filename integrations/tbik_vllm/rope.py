@@ -33,8 +33,8 @@ class _Turning(RotaryEmbedding):
         inv_freq, scale = ops.inverse_frequencies(fields)
         model = get_current_vllm_config().model_config
         count = self.max_position_embeddings if model is None else model.max_model_len
-        # no buffers: vLLM's reload moves those to the meta device and back
-        self.tables = ops.rope_tables(torch.arange(count), inv_freq, scale=scale)
+        # no buffers: vLLM's reload moves those to the meta device and back. On the CPU, whatever device vLLM builds on
+        self.tables = ops.rope_tables(torch.arange(count, device="cpu"), inv_freq.cpu(), scale=scale)
 
     def _rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """sin, cos of each token; looked up once per step, whose positions stay what they are."""
@@ -46,8 +46,10 @@ class _Turning(RotaryEmbedding):
         return self.last[2]
 
     def _look_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        sin, cos = (table.index_select(0, positions) for table in self.tables)
-        return sin, cos
+        sin, cos = self.tables
+        if sin.device != positions.device:  # the first step on a device
+            sin, cos = self.tables = sin.to(positions.device), cos.to(positions.device)
+        return sin.index_select(0, positions), cos.index_select(0, positions)
 
     def _compute_cos_sin_cache(self) -> Tensor:
         return torch.empty(0)  # the stock table, which nobody reads
@@ -66,6 +68,8 @@ class _Turning(RotaryEmbedding):
             for x in (query, key)
         ]
         return turned[0], turned[1]  # type: ignore[return-value]
+
+    forward_native = forward_cuda = forward
 
 
 class TbikRotaryEmbedding(_Turning):

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tbik import PlanError, TreePlan
-from tbik.plan import ModelShape
+from tbik.plan import LEAF_KINDS, ModelShape
 
 MODES = ("full", "allreduce")
 
 EQUAL_TP_SIZES = ((1, 2, 3, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2, 4), (1, 2, 3), (1, 2), (1, 3), (1,))
 """A derived plan serves the first of these that equal shards allow, so it is a function of the config."""
+
+
+TENSOR_CORES = tuple(kind.removeprefix("mma:") for kind in LEAF_KINDS if kind.startswith("mma:"))
+"""Architectures of which a plan can name the tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,28 @@ def derived_plan(config: Any) -> TreePlan:
         except PlanError:
             continue
     return TreePlan.for_model(shape, EQUAL_TP_SIZES[-1], equal=True)
+
+
+def require_leaf(plan: TreePlan, here: str) -> None:
+    """PlanError where the devices do not have the plan's leaf. here: "cpu", or a GPU's architecture such as "sm_90"."""
+    has = plan.leaf == "fma" or plan.leaf == ("amx" if here == "cpu" else f"mma:{here}")
+    if not has:
+        choices = ["fma"] + ["amx"] * (here == "cpu") + [f"mma:{here}"] * (here in TENSOR_CORES)
+        raise PlanError(
+            f"tbik_vllm: the plan's leaf is {plan.leaf!r}, the devices are {here}, which do not have it; expected "
+            f"{' or '.join(choices)}. Leaf 'fma' has one set of bits on all devices"
+        )
+
+
+def explain_leaf(plan: TreePlan, here: str) -> str:
+    """What to know about a leaf that is slow on these devices, else an empty text."""
+    if here == "cpu" or plan.leaf != "fma":
+        return ""
+    slow = f"leaf 'fma' has the CPU's bits and is slow on {here}: an audit, not a way to serve"
+    if here not in TENSOR_CORES:
+        return f"{slow}; tensor-core leaves exist for {', '.join(TENSOR_CORES)}"
+    fast = json.dumps({"leaves": plan.leaves, "leaf": f"mma:{here}"})
+    return f"{slow}. For tensor cores, with bits of that architecture alone: TBIK_PLAN='{fast}'"
 
 
 _active: TreePlan | None = None

@@ -24,9 +24,9 @@ from tbik import PlanError, ops
 from tbik.ops.linear import CoverRun
 from tbik.packing import PackSpec
 from tbik_vllm.communicator import tensor_parallel_sums
-from tbik_vllm.linear import pack_of
+from tbik_vllm.linear import operand_of
 from tbik_vllm.settings import active_plan, plan_for
-from tbik_vllm.weights import Watch
+from tbik_vllm.weights import Watch, plain_values, wants_packs
 
 
 class TbikEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -35,9 +35,12 @@ class TbikEmbeddingMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         weight = layer._parameters["weight"]
         assert weight is not None
-        layer.tbik_watch = Watch.of(weight)
         plan, length = layer.tbik_plan, weight.shape[1]
         layer.tbik_spec = PackSpec(plan, weight.dtype, None, CoverRun(length, 0, plan.leaves))
+        layer.tbik_watch = None
+        if not wants_packs(weight):
+            return
+        layer.tbik_watch = Watch.of(weight)
         layer.tbik_watch.drop()
         if isinstance(layer, ParallelLMHead):
             layer.tbik_watch.pack(layer.tbik_spec)
@@ -46,7 +49,7 @@ class TbikEmbeddingMethod(UnquantizedEmbeddingMethod):
         """[T, v] in fp32: the root goes into the log-softmax unrounded (A7)."""
         return ops.linear(
             x,
-            pack_of(layer),
+            operand_of(layer),
             bias,
             plan=layer.tbik_plan,
             compute_dtype=layer.tbik_spec.compute_dtype,
@@ -54,16 +57,23 @@ class TbikEmbeddingMethod(UnquantizedEmbeddingMethod):
         )
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        watch = layer.tbik_watch
-        if watch.parameter is not layer._parameters["weight"]:
-            watch = layer.tbik_watch = Watch.of(layer._parameters["weight"])
         shard = layer.shard_indices
         return ops.embedding(
             input_,
-            watch.values[: shard.num_org_elements],
+            _values_of(layer)[: shard.num_org_elements],
             first_row=shard.org_vocab_start_index,
             vocabulary=layer.org_vocab_size,
         )
+
+
+def _values_of(layer: Any) -> Tensor:
+    parameter, watch = layer._parameters["weight"], layer.tbik_watch
+    if watch is None:
+        return plain_values(parameter)
+    if watch.parameter is not parameter:  # replaced
+        watch = layer.tbik_watch = Watch.of(parameter)
+    values: Tensor = watch.values
+    return values
 
 
 def _take_over(layer: VocabParallelEmbedding) -> None:

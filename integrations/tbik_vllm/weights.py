@@ -8,6 +8,9 @@ storage has more owners than the parameter and this watch), nothing is kept. Wha
 never passed through torch.
 
 A layer asks for its parameter's watch in every call, so a parameter that was replaced brings its own.
+
+Only the CPU's kernels want packs. Those of CUDA read a weight as it lies, so there is nothing to keep or to watch:
+a layer takes `plain_values(parameter)` in every call.
 Bits: those of the values at the time of the call
 (tests/test_vllm_plugin.py::test_verify_written_weights_are_packed_again).
 """
@@ -20,9 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbik import ops
+from tbik import devices, ops
 from tbik.ops.linear import PackedWeight
 from tbik.packing import PackSpec
+
+
+def wants_packs(parameter: Tensor) -> bool:
+    """Whether the kernels of the parameter's device take it packed."""
+    return not devices.is_cuda(parameter)
+
+
+def plain_values(parameter: Tensor) -> Tensor:
+    """The values of the parameter as they are now: a plain tensor on its storage."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()
 
 
 class Watch:
@@ -31,8 +45,7 @@ class Watch:
     __slots__ = ("_packs", "_storage", "parameter", "values")
 
     def __init__(self, parameter: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            self.values = parameter.detach()
+        self.values = plain_values(parameter)
         self.parameter = parameter
         self._storage = self.values.untyped_storage()
         self._packs: dict[PackSpec, PackedWeight] = {}
