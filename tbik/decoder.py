@@ -441,8 +441,8 @@ class Decoder:
         for (cache, _), n in zip(chunks, lengths):
             rows = slice(start, start + n)
             keys, values = cache.append(index, k[rows], v[rows])
-            starts = torch.tensor([0, n]), torch.tensor([0, keys.shape[0]])
-            out.append(ops.attention(q[rows], keys, values, *starts, sharing=self._shards.sharing))
+            starts = (torch.tensor([0, length], device=q.device) for length in (n, keys.shape[0]))
+            out.append(ops.attention(q[rows], keys, values, *starts, sharing=self._shards.sharing, plan=self.plan))
             start += n
         return layer.out(torch.cat(out).reshape(num_tokens, heads * dim))
 

@@ -188,7 +188,7 @@ class _HeadAttention(torch.autograd.Function):
         ctx.heads, ctx.samples, ctx.options, ctx.dropout = heads, samples, options, dropout
         turned_q = normed_and_turned(q, q_norm, sin, cos, options)
         turned_k = normed_and_turned(k, k_norm, sin, cos, options)
-        starts = torch.tensor(samples)
+        starts = torch.tensor(samples, device=q.device)
         state = attention_forward(
             turned_q,
             turned_k,
@@ -199,6 +199,7 @@ class _HeadAttention(torch.autograd.Function):
             window=options.window,
             softcap=options.softcap,
             sharing=heads.sharing,
+            plan=heads.plan,
             dropout=dropout,
         )
         ctx.save_for_backward(q, k, v, sin, cos, q_norm, k_norm, turned_q, turned_k, *state)
@@ -209,7 +210,7 @@ class _HeadAttention(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
         q, k, v, sin, cos, q_norm, k_norm, turned_q, turned_k, *state = saved
         heads, samples, options = ctx.heads, ctx.samples, ctx.options
-        starts = torch.tensor(samples)
+        starts = torch.tensor(samples, device=q.device)
         dq, dk, dv, _ = attention_backward(
             grad_out,
             turned_q,
@@ -222,6 +223,7 @@ class _HeadAttention(torch.autograd.Function):
             window=options.window,
             softcap=options.softcap,
             sharing=heads.sharing,
+            plan=heads.plan,
             dropout=ctx.dropout,
         )
         if heads.shared:

@@ -354,13 +354,14 @@ class Attention(torch.nn.Module):
             q,
             key_pages,
             value_pages,
-            table,
-            lengths,
-            torch.tensor(rows.samples),
+            table.to(q.device),
+            lengths.to(q.device),
+            torch.tensor(rows.samples, device=q.device),
             scale=self.options.scale,
             window=self.options.window,
             softcap=self.options.softcap,
             sharing=self.setting.heads.sharing,
+            plan=self.setting.heads.plan,
         )
 
 
