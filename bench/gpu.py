@@ -8,12 +8,16 @@
 build:         python setup.py build_ext, what the machine is
 bits:          forms of the tree matmul, row alone, CUDA graph, fma leaf = the CPU's
 tests:         tests/test_kernels_*.py on the device
+operators:     every operator of tbik.ops on CUDA tensors, forward and backward: fma = CPU, row alone = row in the
+               batch, graph = eager; contractions: covers of 2, 3, 4 ranks = whole; prefill = decoding
 collective_bits: all-reduce over peer memory by 2, 4, 8 processes on this GPU, against the oracle
+model:         a small model at TP 1, 2, 4, every rank a process on this GPU: log-probabilities and gradients
 combine:       folds of R buffers, GB/s
 linear:        tree matmul beside torch.mm (cuBLAS) and a batch-invariant persistent matmul; dX, dW, fma leaf
 rows:          norms, rope, silu and mul, beside torch's; bits of the CPU
 vocabulary:    log-softmax, cross-entropy, their gradients, beside torch's; bits of the CPU
 attention:     prefill, decoding and backward beside torch's SDPA; a query alone = in its prompt, pages = packed, graph
+experts:       a mixture of experts beside a loop over experts in torch
 fingerprint:   GB/s; the CPU's digest
 collectives:   times of the all-reduce over peer memory
 
@@ -47,12 +51,15 @@ PARTS = {
     "build": "gpu_build:part_build",
     "bits": "gpu_kernels:part_bits",
     "tests": "gpu_kernels:part_tests",
+    "operators": "gpu_operators:part_operators",
     "collective_bits": "gpu_collectives:part_collective_bits",
+    "model": "gpu_model:part_model",
     "combine": "gpu_kernels:part_combine",
     "linear": "gpu_linear:part_linear",
     "rows": "gpu_kernels:part_rows",
     "vocabulary": "gpu_kernels:part_vocabulary",
     "attention": "gpu_kernels:part_attention",
+    "experts": "gpu_experts:part_experts",
     "fingerprint": "gpu_kernels:part_fingerprint",
     "collectives": "gpu_collectives:part_collectives",
 }

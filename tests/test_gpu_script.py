@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -140,3 +141,85 @@ def test_verify_a_part_that_dies_or_hangs_is_a_failure(bench: Any) -> None:
     if not torch.cuda.is_available():  # the process refuses to begin: it leaves no outcome
         assert "ended with 2 and left nothing" in gpu.run_apart("combine")["error"]
     assert gpu.run_apart("combine", limit_s=0.01) == {"rows": [], "error": "no end within 0 s"}
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+def test_verify_every_public_operator_has_a_case(bench: Any) -> None:
+    """Of tbik.ops.__all__ each name is in the table, or stands beside it with the check that has it."""
+    from tbik import ops
+
+    table = bench("gpu_operator_cases")
+    named = {name for case in table.all_cases(True, ("fma",)) for name in case.covers}
+    elsewhere = set(table.NOT_HERE) | {"PackedWeight"}
+    assert named | elsewhere == set(ops.__all__) and not named & elsewhere
+
+
+@pytest.mark.long
+@needs_triton
+def test_verify_a_wrong_operator_fails_the_part(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: one bit of a result, of one row only, of a gradient only; a part whose fold takes another order."""
+    operators, setting = bench("gpu_operators"), bench("gpu_setting").Setting(True)
+    from tbik import ops
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+    def results(operator: Any, rows: tuple[int, ...] = (0,)) -> dict[str, str]:
+        case = bench("gpu_operator_cases").Case("planted", (), operator, (x,), rows)
+        return {row["check"].split(",")[0]: row["result"] for row in operators.rows_of_case(setting, case)}
+
+    assert set(results(ops.silu).values()) == {"equal", operators.NO_GRAPHS}
+    from tbik import devices
+
+    def of_device(x: torch.Tensor) -> torch.Tensor:
+        y = ops.silu(x)
+        return y * 1.0000001 if devices.is_cuda(x) else y
+
+    assert results(of_device)["fma = CPU"].startswith("FAILED: AssertionError: result 0")
+    of_batch = results(lambda x: ops.silu(x) * (1 + 1e-6 * (len(x) == 1)))
+    assert of_batch["fma = CPU"] == "equal"
+    assert of_batch["row alone = row in the batch"].startswith("FAILED: AssertionError: row 2, result 0")
+    with pytest.raises(bench("gpu_setting").PartFailed, match="1 of 1 checks failed"):
+        bench("gpu_setting").finish([{"result": of_batch["row alone = row in the batch"]}])
+    assert results(lambda x: x * 2)["call"] == "FAILED: AssertionError: no kernel was asked for"
+    flat = lambda program, values, add: [functools.reduce(add, values)]  # noqa: E731
+    monkeypatch.setattr(operators.tree, "run", flat)
+    with operators.on_device(setting):
+        assert operators.outcome(operators.check_linear_ranks, setting, "fma", 3).startswith("FAILED")
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_verify_a_wrong_model_fails_the_part(bench: Any) -> None:
+    """Planted: one bit of one rank's shard, ranks that disagree about what all hold, a control that does not differ."""
+    model, setting = bench("gpu_model"), bench("gpu_setting").Setting(True)
+    one = {"logprobs": torch.tensor([1.0, 2.0]), "0.o": torch.arange(6.0).view(1, 6), "norm": torch.ones(2)}
+    shards = [{**one, "0.o": part} for part in one["0.o"].chunk(2, 1)]
+    other = {**one, "logprobs": torch.tensor([1.0, 2.5])}
+
+    def rows(found: list[Any], control: Any = other) -> list[str]:
+        results = {1: {"fma": [one], model.STOCK: [one]}, 2: {"fma": found, model.STOCK: [control] * 2}}
+        return [row["result"] for row in model.judge(setting, model.DRY_SIZES, results, ("fma",))]
+
+    assert rows(shards)[:2] == ["equal", "1 of 2 differ"]
+    assert rows(shards, one)[1].startswith("FAILED: the same bits")
+    planted = [shards[0], {**shards[1], "0.o": shards[1]["0.o"] + 1e-6}]
+    assert rows(planted)[0] == "FAILED: 0.o: 3 of 6 elements differ in bits"
+    planted = [shards[0], {**shards[1], "norm": torch.tensor([1.0, 1.5])}]
+    assert rows(planted)[0].startswith("FAILED: norm of rank 1 = of rank 0: 1 of 2")
+    assert rows([{"logprobs": one["logprobs"]}])[0].startswith("FAILED: expected")
+
+
+@pytest.mark.multiprocess
+def test_verify_a_rank_that_fails_or_hangs_ends_the_part(bench: Any, tmp_path: Path) -> None:
+    run_ranks = bench("gpu_collectives").run_ranks
+    code = "import sys, time; rank = sys.argv[-1]; print('rank', rank, flush=True); "
+    assert run_ranks([sys.executable, "-c", code], 2, "job", tmp_path) == ["rank 0\n", "rank 1\n"]
+    failing = code + "sys.exit('so it is') if rank == '1' else time.sleep(60)"
+    with pytest.raises(AssertionError, match=r"(?s)job, rank 1 of 2 ended with 1:.*so it is"):
+        run_ranks([sys.executable, "-c", failing], 2, "job", tmp_path)
+    with pytest.raises(AssertionError, match=r"job, ranks \[0, 1\] of 2: no end within 1 s"):
+        run_ranks([sys.executable, "-c", code + "time.sleep(60)"], 2, "job", tmp_path, limit_s=1)
