@@ -1,523 +1,164 @@
-"""Proves and times the CUDA side on one GPU, part by part; each part stays below 10 minutes and can be run again alone.
+"""Proves and times the CUDA side on one GPU, part by part; each part stays below 10 minutes.
 
     python bench/gpu.py                          # all parts; bench/results/gpu.json and gpu.md
     python bench/gpu.py --parts linear --output ""
+    python bench/gpu.py --stop-after 500         # begin no part after 500 s; the next call takes the others
     python bench/gpu.py --dry-run                # no GPU: tiny sizes in triton's interpreter, no figure means anything
 
-bits:        the tests of tbik.kernels (on the GPU where there is one), whole form = split form of the tensor-core leaf,
-             a row alone = the row in a batch, CUDA graph = eager, fma leaf = the CPU's kernel
-combine:     folds of R buffers, GB/s
-linear:      tree matmul beside torch.mm (cuBLAS), the four large shapes and M = 1, 8, 16, 64
-rows:        norms, rope, silu and mul, beside torch's; bits of the CPU
-vocabulary:  log-softmax, cross-entropy, their gradients, beside torch's; bits of the CPU
-attention:   prefill, decoding and backward beside torch's SDPA; a query alone = in its prompt, pages = packed, graph
-fingerprint: GB/s; the CPU's digest
-collective_bits, collectives: bench/gpu_collectives.py, all-reduce over peer memory by 2, 4, 8 processes on one GPU
-Not written yet: a batch-invariant persistent matmul beside.
+build:         python setup.py build_ext, what the machine is
+bits:          forms of the tree matmul, row alone, CUDA graph, fma leaf = the CPU's
+tests:         tests/test_kernels_*.py on the device
+operators:     every operator of tbik.ops on CUDA tensors, forward and backward: fma = CPU, row alone = row in the
+               batch, graph = eager; contractions: covers of 2, 3, 4 ranks = whole; prefill = decoding
+collective_bits: all-reduce over peer memory by 2, 4, 8 processes on this GPU, against the oracle
+model:         a small model at TP 1, 2, 4, every rank a process on this GPU: log-probabilities and gradients
+combine:       folds of R buffers, GB/s
+linear:        tree matmul beside torch.mm (cuBLAS) and a batch-invariant persistent matmul; dX, dW, fma leaf
+rows:          norms, rope, silu and mul, beside torch's; bits of the CPU
+vocabulary:    log-softmax, cross-entropy, their gradients, beside torch's; bits of the CPU
+attention:     prefill, decoding and backward beside torch's SDPA; a query alone = in its prompt, pages = packed, graph
+experts:       a mixture of experts beside a loop over experts in torch
+fingerprint:   GB/s; the CPU's digest
+collectives:   times of the all-reduce over peer memory
 
-Timings are medians by CUDA events (triton.testing.do_bench). A part that fails is reported and makes the exit status 1.
+What a part proves stands in the docstring of its function. Timings are medians by CUDA events, of turns A B A B where
+they are compared (gpu_setting.py). Each part is a process of its own, so that a fault of the device ends one part only,
+and has PART_LIMIT_S seconds. A part already recorded without an error for this device, these versions and this code is
+skipped (gpu_records.py), unless --again. A part that fails is recorded with the last line of its error and makes the
+exit status 1; parts left by --stop-after make it 3. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_collectives import part_collective_bits, part_collectives
+import gpu_records
+from gpu_setting import ROOT, PartFailed, Setting
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "gpu"
-LARGE = ((1024, 6144, 2048), (2048, 4096, 4096), (2048, 25600, 5120), (8192, 8192, 8192))  # M, K, N
-FEW_ROWS = tuple((m, 4096, 4096) for m in (1, 8, 16, 64))
-TINY = ((17, 32, 18), (1, 32, 18))
-LEAVES = 8
-
-
-class Setting:
-    """Where the parts run, and with which sizes."""
-
-    def __init__(self, is_dry: bool) -> None:
-        import torch
-
-        self.is_dry = is_dry
-        self.device = "cpu" if is_dry else "cuda"
-        self.shapes = TINY if is_dry else (*LARGE, *FEW_ROWS)
-        self.leaves = 2 if is_dry else LEAVES
-        if is_dry:
-            self.architecture = "sm_90"
-        else:
-            major, minor = torch.cuda.get_device_capability()
-            self.architecture = f"sm_{major}{minor}"
-        self.leaf = f"mma:{self.architecture}"
-
-    def tile(self) -> Any:
-        """None: the table's. In the interpreter a small one, which has the same leaves."""
-        from tbik.kernels.tiles import Tile
-
-        return Tile(16, 16, 16, 4, 1, 1) if self.is_dry else None
-
-    def operands(self, m: int, k: int, n: int) -> tuple[Any, Any]:
-        import torch
-
-        generator = torch.Generator().manual_seed(m + k + n)
-        return tuple(torch.randn(shape, generator=generator).bfloat16().to(self.device) for shape in ((m, k), (n, k)))
-
-    def time_ms(self, work: Callable[[], Any]) -> float:
-        if self.is_dry:
-            start = time.perf_counter()
-            work()
-            return (time.perf_counter() - start) * 1e3
-        import triton
-
-        return float(triton.testing.do_bench(work, return_mode="median"))
-
-
-def matmul(setting: Setting, x: Any, w: Any, **options: Any) -> Any:
-    import torch
-
-    from tbik import _C, TreePlan
-    from tbik.kernels import matmul as kernel
-
-    plan = TreePlan(leaves=setting.leaves)
-    schedule = schedules.setdefault(setting.leaves, _C.run_schedule(0, setting.leaves, setting.leaves, True, False))
-    options = {"leaf": setting.leaf, "out_dtype": torch.bfloat16, "tile": setting.tile(), **options}
-    return kernel.contract([x], [w], [plan.cuts(x.shape[1])], schedule, **options)
-
-
-schedules: dict[int, Any] = {}  # one object per schedule: tables are kept by it
-
-
-def require_equal(what: str, actual: Any, expected: Any) -> None:
-    import torch
-
-    bits = {2: torch.int16, 4: torch.int32}[actual.element_size()]
-    differing = int((actual.cpu().view(bits) != expected.cpu().view(bits)).sum())
-    if differing:
-        raise AssertionError(f"{what}: {differing} of {actual.numel()} elements differ in bits")
-
-
-def part_bits(setting: Setting) -> list[dict[str, Any]]:
-    import torch
-
-    rows = []
-    for m, k, n in setting.shapes if setting.is_dry else (*LARGE[:2], *FEW_ROWS):
-        x, w = setting.operands(m, k, n)
-        whole = matmul(setting, x, w, form="whole")
-        require_equal(f"whole = split at {m}x{k}x{n}", matmul(setting, x, w, form="split"), whole)
-        if setting.architecture in ("sm_90", "sm_100"):
-            described = matmul(setting, x, w, form="described")
-            require_equal(f"by descriptors at {m}x{k}x{n}", described, whole)
-        require_equal(f"row alone at {m}x{k}x{n}", matmul(setting, x[-1:], w), whole[-1:])
-        if not setting.is_dry:
-            require_equal(f"CUDA graph at {m}x{k}x{n}", in_graph(lambda x=x, w=w: matmul(setting, x, w)), whole)
-        rows.append({"check": "whole = split = row alone" + ("" if setting.is_dry else " = graph"), "shape": [m, k, n]})
-    x, w = setting.operands(3, 12, 5) if setting.is_dry else setting.operands(33, 257, 65)
-    if not setting.is_dry:  # the interpreter's fma rounds twice; the tests put the correct one in its place
-        from tbik import TreePlan, ops
-
-        actual = matmul(setting, x, w, leaf="fma")
-        require_equal("fma = CPU", actual, ops.linear(x.cpu(), w.cpu(), plan=TreePlan(leaves=setting.leaves)))
-        rows.append({"check": "fma leaf = CPU", "shape": [33, 257, 65]})
-        tests = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py"))
-        subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], check=True, timeout=540, cwd=ROOT)
-        rows.append({"check": "tests of tbik.kernels", "shape": []})
-    assert torch.isfinite(whole.float()).all()
-    return rows
-
-
-def in_graph(work: Callable[[], Any]) -> Any:
-    import torch
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()  # compiles, and puts the tables on the device
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = work()
-    graph.replay()
-    torch.cuda.synchronize()
-    return out
-
-
-def part_combine(setting: Setting) -> list[dict[str, Any]]:
-    import torch
-
-    from tbik import _C
-    from tbik.kernels import combine
-
-    rows = []
-    elements = 256 if setting.is_dry else 2**24
-    for buffers in (2,) if setting.is_dry else (2, 4, 8):
-        x = torch.randn(buffers, elements, device=setting.device)
-        schedule = _C.run_schedule(0, buffers, buffers, True, False)
-        ms = setting.time_ms(lambda x=x, schedule=schedule: combine.combine(x, schedule, out_dtype=torch.bfloat16))
-        moved = x.numel() * 4 + elements * 2
-        rows.append({"buffers": buffers, "elements": elements, "ms": ms, "GB_per_s": moved / ms / 1e6})
-    return rows
-
-
-def part_linear(setting: Setting) -> list[dict[str, Any]]:
-    import torch
-
-    rows = []
-    for m, k, n in setting.shapes:
-        x, w = setting.operands(m, k, n)
-        ms = setting.time_ms(lambda x=x, w=w: matmul(setting, x, w))
-        row: dict[str, Any] = {"shape": [m, k, n], "tree_ms": ms, "tree_TFLOPS": 2e-9 * m * n * k / ms}
-        row["torch_ms"] = setting.time_ms(lambda x=x, w=w: torch.mm(x, w.t()))
-        row["speed_of_torch"] = row["torch_ms"] / ms
-        if setting.architecture in ("sm_90", "sm_100"):
-            row["described_ms"] = setting.time_ms(lambda x=x, w=w: matmul(setting, x, w, form="described"))
-        for levels in (0, 1, 2):  # the candidates of the register question, measured
-            from tbik.kernels.tiles import MMA_TILES
-
-            tile = (setting.tile() or MMA_TILES[setting.architecture].whole)._replace(register_levels=levels)
-            work = lambda x=x, w=w, tile=tile: matmul(setting, x, w, form="whole", tile=tile)  # noqa: E731
-            row[f"whole_{levels}_levels_ms"] = setting.time_ms(work)
-        rows.append(row)
-    return rows
-
-
-def randn(setting: Setting, *shape: int, dtype: str = "bfloat16", seed: int = 0) -> Any:
-    import torch
-
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    return x.to(getattr(torch, dtype)).to(setting.device)
-
-
-def beside(
-    setting: Setting, name: str, shape: list[int], ours: Callable[[], Any], torchs: Callable[[], Any], moved: int
-) -> dict[str, Any]:
-    """One row: both times, GB/s of the bytes that must move."""
-    row: dict[str, Any] = {"operator": name, "shape": shape, "ms": setting.time_ms(ours)}
-    row["torch_ms"] = setting.time_ms(torchs)
-    return {**row, "speed_of_torch": row["torch_ms"] / row["ms"], "GB_per_s": moved / row["ms"] / 1e6}
-
-
-def part_rows(setting: Setting) -> list[dict[str, Any]]:
-    import torch
-    from torch.nn import functional
-
-    from tbik import _C
-    from tbik.kernels import on_cuda as kernels
-
-    tokens, k = (3, 40) if setting.is_dry else (8192, 4096)
-    bf16 = torch.bfloat16
-    x, residual, dy = (randn(setting, tokens, k, seed=i) for i in range(3))
-    w = randn(setting, k, dtype="float32")
-    few = [t[:3].cpu() for t in (x, residual, dy)]
-    arguments = (1e-6, False, False, bf16)
-    y, h = kernels.norm(x, residual, w, None, *arguments)
-    expected_y, expected_h = _C.norm(few[0], few[1], w.cpu(), None, *arguments)
-    require_equal("add and rms norm = CPU", y[:3], expected_y)
-    require_equal("its sum = CPU", h[:3], expected_h)
-    dx = kernels.norm_dx(dy, x, w, None, *arguments, bf16)
-    require_equal("rms norm dx = CPU", dx[:3], _C.norm_dx(few[2], few[0], w.cpu(), None, *arguments, bf16))
-    gated = kernels.activation(x, residual, "silu")
-    require_equal("silu and mul = CPU", gated[:3], _C.activation(few[0], few[1], "silu"))
-    heads, dim = (2, 8) if setting.is_dry else (32, 128)
-    q = randn(setting, tokens, heads, dim)
-    frequencies = torch.logspace(0, -4, dim // 2)
-    sin, cos = kernels.rope_tables(torch.arange(tokens, device=setting.device), frequencies.to(setting.device))
-    sin_cpu, cos_cpu = _C.rope_tables(torch.arange(3), frequencies)
-    require_equal("rope tables = CPU", sin[:3], sin_cpu)
-    turned = kernels.rope(q, sin, cos, False, False, bf16)
-    require_equal("rope = CPU", turned[:3], _C.rope(q[:3].cpu(), sin_cpu, cos_cpu, False, False, bf16))
-    size = x.numel() * 2
-    weight = w.to(bf16)
-
-    def torch_rope() -> Any:
-        a, b = q.float().chunk(2, -1)
-        s, c = sin[:, None], cos[:, None]
-        return torch.cat([a * c - b * s, b * c + a * s], -1).to(bf16)
-
-    return [
-        beside(
-            setting,
-            "add and rms norm",
-            [tokens, k],
-            lambda: kernels.norm(x, residual, w, None, *arguments),
-            lambda: functional.rms_norm(x + residual, (k,), weight, 1e-6),
-            4 * size,
-        ),
-        beside(
-            setting,
-            "rms norm gradients",
-            [tokens, k],
-            lambda: kernels.norm_gradients(
-                dy, x, w, None, *arguments, bf16, True, True, False, 1, [*range(0, tokens, 512), tokens]
-            ),
-            lambda: functional.rms_norm(x, (k,), weight, 1e-6),  # the forward: its backward wants a graph
-            5 * size,
-        ),
-        beside(
-            setting,
-            "silu and mul",
-            [tokens, k],
-            lambda: kernels.activation(x, residual, "silu"),
-            lambda: functional.silu(x) * residual,
-            3 * size,
-        ),
-        beside(
-            setting,
-            "rope",
-            [tokens, heads, dim],
-            lambda: kernels.rope(q, sin, cos, False, False, bf16),
-            torch_rope,
-            2 * q.numel() * 2,
-        ),
-    ]
-
-
-def part_vocabulary(setting: Setting) -> list[dict[str, Any]]:
-    import torch
-    from torch.nn import functional
-
-    from tbik import _C
-    from tbik.kernels import on_cuda as kernels
-
-    rows: list[dict[str, Any]] = []
-    for tokens, vocab in ((3, 100),) if setting.is_dry else ((16, 128256), (4096, 128256)):
-        x = randn(setting, tokens, vocab) * 4
-        targets = torch.arange(tokens, device=setting.device) % vocab
-        y, lse = kernels.vocab_log_softmax(x, setting.leaves)
-        expected, expected_lse = _C.vocab_log_softmax(x[:3].cpu(), setting.leaves)
-        require_equal("log-softmax = CPU", y[:3], expected)
-        require_equal("lse = CPU", lse[:3], expected_lse)
-        g = torch.ones_like(lse)
-        dx = kernels.vocab_cross_entropy_dx(g, x, targets, lse, 0, -100)
-        expected = _C.vocab_cross_entropy_dx(g[:3].cpu(), x[:3].cpu(), targets[:3].cpu(), expected_lse, 0, -100)
-        require_equal("cross-entropy dx = CPU", dx[:3], expected)
-        size = x.numel() * 2
-
-        def losses(x: Any = x, targets: Any = targets) -> Any:
-            picked = kernels.vocab_pick(x, targets[:, None], 0)[:, 0]
-            return kernels.vocab_losses(kernels.vocab_log_sum_exp(x, setting.leaves), picked, targets, -100)
-
-        rows += [
-            beside(
-                setting,
-                "log-softmax",
-                [tokens, vocab],
-                lambda x=x: kernels.vocab_log_softmax(x, setting.leaves),
-                lambda x=x: torch.log_softmax(x, -1),
-                2 * size,
-            ),
-            beside(
-                setting,
-                "cross-entropy",
-                [tokens, vocab],
-                losses,
-                lambda x=x, t=targets: functional.cross_entropy(x, t, reduction="none"),
-                size,
-            ),
-            beside(
-                setting,
-                "cross-entropy dx",
-                [tokens, vocab],
-                lambda x=x, t=targets, g=g, lse=lse: kernels.vocab_cross_entropy_dx(g, x, t, lse, 0, -100),
-                lambda x=x: torch.softmax(x, -1),
-                2 * size,
-            ),
-        ]
-    return rows
-
-
-def part_attention(setting: Setting) -> list[dict[str, Any]]:
-    import torch
-    from torch.nn import functional
-
-    from tbik import _C
-    from tbik.kernels import attention
-    from tbik.kernels.tiles import AttentionTile
-
-    tile = AttentionTile(16, 16, 4, 1) if setting.is_dry else None
-    heads, groups, dim = (2, 1, 16) if setting.is_dry else (32, 8, 128)
-    offsets = list(range(0, heads + 1, heads // groups))
-    pairs = attention.Pairs(dim**-0.5, 0.0, True, 0)
-    programs = [_C.run_schedule(0, heads // groups, heads // groups, True, False)] * groups
-    rows: list[dict[str, Any]] = []
-
-    def starts(*values: int) -> Any:
-        return torch.tensor(values, dtype=torch.int32, device=setting.device)
-
-    def run(q: Any, k: Any, v: Any, cu_q: Any, extent: Any, table: Any = None, leaf: str = setting.leaf) -> Any:
-        return attention.forward(q, k, v, cu_q, extent, table, None, offsets, pairs, leaf=leaf, tile=tile)
-
-    for length in (70,) if setting.is_dry else (1024, 8192):
-        q, k, v = randn(setting, length, heads, dim), *(randn(setting, length, groups, dim, seed=i) for i in (1, 2))
-        cu = starts(0, length)
-        state = run(q, k, v, cu, cu)
-        alone = run(q[-1:], k, v, starts(0, 1), cu)
-        if not setting.is_dry:  # the interpreter's dot has no fixed order
-            require_equal(f"last query alone at {length}", alone.out, state.out[-1:])
-        page = 16
-        pages = -(-length // page)
-        table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(setting.device)
-        caches = [torch.zeros(pages, page, groups, dim, dtype=q.dtype, device=setting.device) for _ in "kv"]
-        at = torch.arange(length, device=setting.device)
-        attention.store_kv(k, v, *caches, table[at // page] * page + at % page)
-        paged = run(q[-1:], *caches, starts(0, 1), starts(length), table[None].int())
-        if not setting.is_dry:
-            require_equal(f"pages at {length}", paged.out, state.out[-1:])
-            graph = in_graph(lambda q=q, k=k, v=v, cu=cu: run(q, k, v, cu, cu).out)
-            require_equal(f"CUDA graph at {length}", graph, state.out)
-        turned = [t.transpose(0, 1)[None] for t in (q, k, v)]
-        flops = 2 * 2 * heads * dim * length * length / 2
-
-        def sdpa(turned: Any = turned) -> Any:
-            return functional.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
-
-        row = {"operator": "prefill", "shape": [length, heads, groups, dim]}
-        row["ms"] = setting.time_ms(lambda q=q, k=k, v=v, cu=cu: run(q, k, v, cu, cu))
-        row["torch_ms"] = setting.time_ms(sdpa)
-        row |= {"speed_of_torch": row["torch_ms"] / row["ms"], "TFLOPS": flops / row["ms"] / 1e9}
-        rows.append(row)
-
-        def backward(q: Any = q, k: Any = k, v: Any = v, cu: Any = cu, state: Any = state) -> Any:
-            full = attention.State(*state[:3], torch.zeros_like(state.out))
-            return attention.backward(
-                q, q, k, v, full, cu, cu, None, offsets, programs, pairs, leaf=setting.leaf, tile=tile
-            )
-
-        leaves = [t.detach().clone().requires_grad_() for t in turned]
-        out = sdpa(leaves)
-        row = {"operator": "backward", "shape": [length, heads, groups, dim], "ms": setting.time_ms(backward)}
-        row["torch_ms"] = setting.time_ms(
-            lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, out, retain_graph=True)
-        )
-        row |= {"speed_of_torch": row["torch_ms"] / row["ms"], "TFLOPS": 2.5 * flops / row["ms"] / 1e9}
-        rows.append(row)
-    sequences, length = (2, 20) if setting.is_dry else (64, 4096)
-    q = randn(setting, sequences, heads, dim)
-    page = 16
-    pages = -(-length // page)
-    caches = [randn(setting, sequences * pages, page, groups, dim, seed=i) for i in (3, 4)]
-    table = torch.arange(sequences * pages, device=setting.device).view(sequences, pages).int()
-    cu = starts(*range(sequences + 1))
-    lengths = starts(*[length] * sequences)
-    whole = [cache.view(sequences, pages * page, groups, dim)[:, :length].transpose(1, 2) for cache in caches]
-    row = {"operator": "decoding", "shape": [sequences, length, heads, groups, dim]}
-    row["ms"] = setting.time_ms(lambda: run(q, *caches, cu, lengths, table))
-    row["torch_ms"] = setting.time_ms(
-        lambda: functional.scaled_dot_product_attention(q[:, :, None], *whole, enable_gqa=True)
-    )
-    moved = 2 * sequences * length * groups * dim * 2
-    rows.append({**row, "speed_of_torch": row["torch_ms"] / row["ms"], "GB_per_s": moved / row["ms"] / 1e6})
-    if not setting.is_dry:  # the interpreter's fma rounds twice
-        q, k, v = randn(setting, 5, heads, dim), *(randn(setting, 70, groups, dim, seed=i) for i in (1, 2))
-        cu_q, cu_k = starts(0, 5), starts(0, 70)
-        expected = _C.attention(
-            *(t.cpu() for t in (q, k, v, cu_q, cu_k)), None, None, offsets, dim**-0.5, 0.0, True, 0
-        )[0]
-        require_equal("fma = CPU", run(q, k, v, cu_q, cu_k, leaf="fma").out, expected)
-    return rows
-
-
-def part_fingerprint(setting: Setting) -> list[dict[str, Any]]:
-    from tbik import _C
-    from tbik.integrity.fingerprint import KEY
-    from tbik.kernels import fingerprint
-
-    rows = []
-    for dtype in ("bfloat16", "float32"):
-        x = randn(setting, *((7, 40) if setting.is_dry else (2**15, 2**14)), dtype=dtype)
-        strides = [x.shape[1], 1]
-        few = x[:7]
-        if fingerprint.fingerprint(few, 5, strides, KEY) != _C.fingerprint(few.cpu(), 5, strides, KEY):
-            raise AssertionError(f"fingerprint of {dtype}: not the CPU's")
-        ms = setting.time_ms(lambda x=x, strides=strides: fingerprint.fingerprint(x, 0, strides, KEY))
-        moved = x.numel() * x.element_size()
-        rows.append({"dtype": dtype, "bytes": moved, "ms": ms, "GB_per_s": moved / ms / 1e6})
-    return rows
-
-
-PARTS: dict[str, Callable[[Setting], list[dict[str, Any]]]] = {
-    "bits": part_bits,
-    "combine": part_combine,
-    "linear": part_linear,
-    "rows": part_rows,
-    "vocabulary": part_vocabulary,
-    "attention": part_attention,
-    "fingerprint": part_fingerprint,
-    "collective_bits": part_collective_bits,
-    "collectives": part_collectives,
+PART_LIMIT_S = 590
+PARTS = {
+    "build": "gpu_build:part_build",
+    "bits": "gpu_kernels:part_bits",
+    "tests": "gpu_kernels:part_tests",
+    "operators": "gpu_operators:part_operators",
+    "collective_bits": "gpu_collectives:part_collective_bits",
+    "model": "gpu_model:part_model",
+    "combine": "gpu_kernels:part_combine",
+    "linear": "gpu_linear:part_linear",
+    "rows": "gpu_kernels:part_rows",
+    "vocabulary": "gpu_kernels:part_vocabulary",
+    "attention": "gpu_kernels:part_attention",
+    "experts": "gpu_experts:part_experts",
+    "fingerprint": "gpu_kernels:part_fingerprint",
+    "collectives": "gpu_collectives:part_collectives",
 }
+LEFT = 3  # exit status where --stop-after left parts
 
 
-def versions(setting: Setting) -> dict[str, Any]:
-    import torch
-    import triton
+def run_here(name: str, setting: Setting) -> dict[str, Any]:
+    """{rows, error}: error None, or the last line of what the part raised; its traceback goes to stderr."""
+    module, function = PARTS[name].split(":")
+    try:
+        return {"rows": getattr(importlib.import_module(module), function)(setting), "error": None}
+    except Exception as error:
+        traceback.print_exc()
+        rows = error.rows if isinstance(error, PartFailed) else []
+        return {"rows": rows, "error": last_line("".join(traceback.format_exception_only(error)))}
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    gpu = "none (dry run, interpreter)" if setting.is_dry else torch.cuda.get_device_name()
-    return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
+
+def run_apart(name: str, limit_s: float = PART_LIMIT_S) -> dict[str, Any]:
+    """As run_here, in a process of its own; a process that dies or takes longer than limit_s is an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcome.json"
+        command = [sys.executable, __file__, "--alone", name, "--outcome", str(path)]
+        try:
+            done = subprocess.run(command, timeout=limit_s, stdout=sys.stderr)
+        except subprocess.TimeoutExpired:
+            return {"rows": [], "error": f"no end within {limit_s:.0f} s"}
+        if path.exists():
+            outcome: dict[str, Any] = json.loads(path.read_text())
+            return outcome
+        return {"rows": [], "error": f"the process of the part ended with {done.returncode} and left nothing"}
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no message"
+
+
+def run(args: argparse.Namespace) -> int:
+    """All parts asked for, in order; records are written after each."""
+    names = args.parts.split(",")
+    now = gpu_records.versions(args.dry_run)
+    path = Path(args.output + ".json") if args.output else None
+    result = gpu_records.load(path) if path else {"parts": {}}
+    result["versions"] = now
+    setting = Setting(True) if args.dry_run else None
+    begin, failed, skipped, left = time.perf_counter(), [], [], []
+    for name in names:
+        is_there = name != "build" or any(ROOT.glob("tbik/_C.*so"))  # a record does not bring what was built
+        if is_there and not args.again and gpu_records.is_done(result["parts"].get(name), now):
+            skipped.append(name)
+            continue
+        start = time.perf_counter()
+        if args.stop_after and start - begin > args.stop_after:
+            left.append(name)
+            continue
+        outcome = run_here(name, setting) if setting else run_apart(name)
+        for row in outcome["rows"]:
+            print(name, json.dumps(row), flush=True)
+        if outcome["error"] is not None:
+            failed.append(name)
+            print(name, "FAILED:", outcome["error"], flush=True)
+        result["parts"][name] = {**outcome, "seconds": round(time.perf_counter() - start, 1), **now}
+        result["parts"] = {part: result["parts"][part] for part in PARTS if part in result["parts"]}
+        if path:
+            gpu_records.save(args.output, result)
+    if skipped:
+        print(f"recorded already: {', '.join(skipped)} (--again runs them)")
+    if left:
+        print(f"left for the next call: {', '.join(left)}")
+    passed = len(names) - len(failed) - len(skipped) - len(left)
+    print(f"{passed} parts passed, failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else LEFT if left else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--again", action="store_true", help="also the parts that are recorded already")
+    parser.add_argument("--stop-after", type=float, default=0, metavar="SECONDS", help="begin no part after that")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, in triton's interpreter")
-    parser.add_argument("--output", default=str(RESULTS), help="path without suffix for .json and .md; empty: none")
+    parser.add_argument("--output", help="path without suffix for .json and .md; empty: none (default of a dry run)")
+    for name in ("--alone", "--outcome"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = set(args.parts.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"unknown parts {sorted(unknown)}; expected some of {list(PARTS)}")
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-        args.output = ""
+    if args.output is None:
+        args.output = "" if args.dry_run else str(RESULTS)
     import torch
 
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device; --dry-run goes through every part on the CPU")
-    setting = Setting(args.dry_run)
-    path = Path(args.output + ".json") if args.output else None
-    result: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {"parts": {}}
-    result["versions"] = versions(setting)
-    failed = []
-    for name in args.parts.split(","):
-        start = time.perf_counter()
-        try:
-            rows = PARTS[name](setting)
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
-            continue
-        for row in rows:
-            print(name, json.dumps(row), flush=True)
-        result["parts"][name] = {"rows": rows, "seconds": time.perf_counter() - start, **result["versions"]}
-        if path:  # after every part, so that a run can be continued
-            path.write_text(json.dumps(result, indent=1) + "\n")
-            Path(args.output + ".md").write_text(as_table(result))
-    print(f"{len(args.parts.split(',')) - len(failed)} parts passed, failed: {failed or 'none'}")
-    return 1 if failed else 0
-
-
-def as_table(result: dict[str, Any]) -> str:
-    text = [
-        "# One GPU",
-        "",
-        "`python bench/gpu.py`; " + ", ".join(f"{k} {v}" for k, v in result["versions"].items()),
-        "",
-    ]
-    for name, part in result["parts"].items():
-        columns = list(dict.fromkeys(column for row in part["rows"] for column in row))
-        text += [f"## {name}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        for row in part["rows"]:
-            cells = (f"{row[c]:.4g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns)
-            text.append("| " + " | ".join(cells) + " |")
-        text.append("")
-    return "\n".join(text)
+    if args.alone:
+        Path(args.outcome).write_text(json.dumps(run_here(args.alone, Setting(False))))
+        return 0
+    return run(args)
 
 
 if __name__ == "__main__":

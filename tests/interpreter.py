@@ -9,6 +9,7 @@ a leaf is exact, or where the leaf is the fma chain.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,15 +34,20 @@ def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return exact.to(torch.float32).numpy()
 
 
-@pytest.fixture
-def exact_fma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fma in the interpreter with one rounding, as on the device."""
-    if DEVICE == "cuda":
-        return
+def exact_builder() -> tuple[type, Any]:
+    """The class that interprets operations, and a create_fma for it that rounds once, as the device does."""
     from triton.runtime import interpreter
 
     def create_fma(self: object, x: interpreter.TensorHandle, y: object, z: object) -> object:
         with np.errstate(all="ignore"):
             return interpreter.TensorHandle(rounded_once(x.data, y.data, z.data), z.dtype.scalar)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+    return interpreter.InterpreterBuilder, create_fma
+
+
+@pytest.fixture
+def exact_fma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fma in the interpreter with one rounding, as on the device."""
+    if DEVICE == "cpu":
+        builder, create_fma = exact_builder()
+        monkeypatch.setattr(builder, "create_fma", create_fma)
