@@ -17,6 +17,7 @@ linear:        tree matmul beside torch.mm (cuBLAS) and a batch-invariant persis
 rows:          norms, rope, silu and mul, beside torch's; bits of the CPU
 vocabulary:    log-softmax, cross-entropy, their gradients, beside torch's; bits of the CPU
 attention:     prefill, decoding and backward beside torch's SDPA; a query alone = in its prompt, pages = packed, graph
+attention_tiles: the tiles of attention that the compile table leaves open, in bits and in time
 experts:       a mixture of experts beside a loop over experts in torch
 fingerprint:   GB/s; the CPU's digest
 collectives:   times of the all-reduce over peer memory
@@ -59,6 +60,7 @@ PARTS = {
     "rows": "gpu_kernels:part_rows",
     "vocabulary": "gpu_kernels:part_vocabulary",
     "attention": "gpu_kernels:part_attention",
+    "attention_tiles": "gpu_attention_tiles:part_attention_tiles",
     "experts": "gpu_experts:part_experts",
     "fingerprint": "gpu_kernels:part_fingerprint",
     "collectives": "gpu_collectives:part_collectives",

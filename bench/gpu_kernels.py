@@ -225,7 +225,7 @@ def part_attention(setting: Setting) -> list[dict[str, Any]]:
     from tbik.kernels.tiles import attention_tile
 
     small: dict[str, Any] = {"rows": 16, "keys": 16, "num_warps": 4, "num_stages": 1}
-    tile = attention_tile(setting.leaf, 16)._replace(**small) if setting.is_dry else None
+    tile = attention_tile(setting.leaf, 16, "forward")._replace(**small) if setting.is_dry else None
     heads, groups, dim = (2, 1, 16) if setting.is_dry else (32, 8, 128)
     offsets = list(range(0, heads + 1, heads // groups))
     pairs = attention.Pairs(dim**-0.5, 0.0, True, 0)

@@ -264,7 +264,7 @@ def test_validate_mma_values() -> None:
 
 @pytest.mark.parametrize("queries, keys, window", [(100, 150, 0), (150, 150, 70), (90, 70, 0)])
 def test_verify_what_reaches_a_row_ignores_the_tile(queries: int, keys: int, window: int) -> None:
-    """K6: a NaN at a masked pair reaches the rows of the blocks that count, whatever the tile: forward, dQ, dK and dV."""
+    """K6: a NaN at a masked pair reaches the rows of the blocks that count, whatever the tile: out, dQ, dK, dV."""
     from tbik.kernels import attention
     from tbik.kernels.tiles import AttentionTile
 

@@ -69,7 +69,7 @@ def test_verify_committed_table() -> None:
     excused = {("sm_100", "prefill bf16, leaves of 125"), ("sm_100", "dW bf16")}
     # Attention with head_dim 256, or with window, soft-cap and dropout at once: some registers more than there are, in
     # programs of 64 rows, the least for wgmma. To be timed on the first GPU against the other tiles that
-    # bench/gpu_parts/attention.py names (stages, parts of head_dim, dK and dV by a program each).
+    # bench/gpu_attention_tiles.py times (stages, parts of head_dim, dK and dV by a program each).
     masked = "64, window, soft-cap, dropout"
     attention = {("sm_80", "mma, paged, 256"), ("sm_90", "mma, paged, 256"), ("sm_90", "mma, backward, 256")}
     attention |= {("sm_90", f"mma, packed, {masked}"), ("sm_90", f"mma, backward, {masked}")}

@@ -112,8 +112,8 @@ def _keys_of_positions(first, last, keys, window, is_any, CAUSAL: tl.constexpr, 
 def _near(distance):
     """A 64-bit distance from a block as int32: exact near it, else on the same side of it.
 
-    Masks compare such columns of a block: rows then differ by what the compiler knows of a thread, where 64-bit bounds of
-    every row would be held in registers all along the loop.
+    Masks compare such columns of a block: rows then differ by what the compiler knows of a thread, where 64-bit
+    bounds of every row would be held in registers all along the loop.
     """
     return tl.minimum(tl.maximum(distance, -_FAR), _FAR).to(tl.int32)
 
@@ -376,7 +376,9 @@ def forward_kernel(
         p = tl.where(live, elementary.exp(x - m_new[:, None]), 0.0)
         used = p
         if DROPS:
-            is_kept = _is_kept(position[None, :], (tl.maximum(ahead, 0) + query)[:, None], head[:, None], sequence, drop_ptr)
+            is_kept = _is_kept(
+                position[None, :], (tl.maximum(ahead, 0) + query)[:, None], head[:, None], sequence, drop_ptr
+            )
             used = tl.where(live & is_kept, p * keep_scale, 0.0)
         if LEAF == "mma":
             v_at = v_base + (page * stride_vp + row * stride_vs)
@@ -614,7 +616,9 @@ def dq_kernel(
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] < end[:, None])
         is_kept = live
         if DROPS:
-            is_kept = _is_kept(position[None, :], (tl.maximum(ahead, 0) + query)[:, None], head[:, None], sequence, drop_ptr)
+            is_kept = _is_kept(
+                position[None, :], (tl.maximum(ahead, 0) + query)[:, None], head[:, None], sequence, drop_ptr
+            )
         ds = _gradients_of_scores(p, t, dp, scale, mean[:, None], is_kept, keep_scale, live, CAPPED, DROPS)
         if LEAF == "mma":
             if PARTS > 1:
@@ -682,7 +686,7 @@ def dkv_kernel(
     WANTS_DK: tl.constexpr,
     WANTS_DV: tl.constexpr,
 ):
-    """dk, dv [H, S, D] of one query head, or one of them: KEYS keys of a sequence over the blocks of 64 query positions."""
+    """dk, dv [H, S, D] of one query head, or one of them: KEYS keys of a sequence over blocks of 64 query positions."""
     sequence = _sequence_of(tl.program_id(0), extent_ptr, num_sequences, KEYS, 1)
     q_first, queries, k_first, keys = _extent(sequence, starts_q_ptr, extent_ptr, False)
     tile = tl.program_id(0).to(tl.int64) - (k_first // KEYS + sequence)

@@ -110,8 +110,8 @@ def attention_tile(
     has_window: bool = False,
     drops: bool = False,
 ) -> AttentionTile:
-    """The tile of a kernel by architecture, head_dim and masks, for any number of queries: prefill and decoding have the
-    same bits. "dk" and "dv" are the two programs of a "dkv" that is_divided."""
+    """The tile of a kernel by architecture, head_dim and masks, for any number of queries: prefill and decoding have
+    the same bits. "dk" and "dv" are the two programs of a "dkv" that is_divided."""
     if leaf == FMA:
         return _FMA_ATTENTION
     architecture = leaf.removeprefix("mma:")
