@@ -104,9 +104,13 @@ cuda-check: setup
 
 # those that compare with vLLM run where vLLM is
 BENCH_VLLM := bench/attention_vllm.py bench/serve.py
+# gpu.py needs a GPU; gpu_compile.py takes a quarter of an hour and asks for no speed; the others are parts of gpu.py
+BENCH_GPU := $(wildcard bench/gpu*.py)
 bench: setup
-	@set -e; for file in $(filter-out $(BENCH_VLLM),$(wildcard bench/*.py)); do \
+	@set -e; for file in $(filter-out $(BENCH_VLLM) $(BENCH_GPU),$(wildcard bench/*.py)); do \
 	  echo "== $$file"; $(VENV)/bin/python $$file; done
+	@if $(VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	  echo "== bench/gpu.py"; $(VENV)/bin/python bench/gpu.py; else echo "not run without a CUDA device: bench/gpu.py"; fi
 	@test -f $(VLLM_STAMP) || echo "not run without make vllm: $(BENCH_VLLM)"
 	@set -e; test ! -f $(VLLM_STAMP) || for file in $(BENCH_VLLM); do \
 	  echo "== $$file"; $(VLLM_VENV)/bin/python $$file; done
