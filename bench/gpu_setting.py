@@ -28,6 +28,9 @@ class Setting:
         import torch
 
         self.is_dry = is_dry
+        if is_dry:
+            use_tests()
+            import interpreter  # noqa: F401  (mends triton 3.6's)
         self.device = "cpu" if is_dry else "cuda"
         self.shapes = TINY if is_dry else (*LARGE, *FEW_ROWS)
         self.leaves = 2 if is_dry else LEAVES

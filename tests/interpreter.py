@@ -9,6 +9,7 @@ a leaf is exact, or where the leaf is the fma chain.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,25 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(
     not HAS_TRITON, reason='needs triton, which runs its kernels on the CPU here: pip install "tbik[cuda]"'
 )
+
+
+def mend_index() -> None:
+    """Scalars as loop bounds: triton 3.6 takes int() of an array of one element, which numpy >= 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    stock = interpreter._patch_lang_tensor
+    if "squeeze" in inspect.getsource(stock):
+        return
+
+    def patch(tensor: Any, scope: Any) -> None:
+        stock(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if HAS_TRITON and DEVICE == "cpu":
+    mend_index()
 
 
 def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

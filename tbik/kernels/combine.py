@@ -80,7 +80,7 @@ def combine_kernel(
             value = tl.load(x_ptr + SOURCES[push] * tl.cast(stride_input, tl.int64) + at, mask=is_live, other=0.0)
         if PLAIN[push] == 0:
             value = arithmetic.narrow(value)
-        for add in tl.static_range(ADDS[push]):
+        for add in tl.static_range(tl.constexpr(ADDS[push])):
             value = stack[len(stack) - 1] + value
             stack = stack[: len(stack) - 1]
             if add + 1 >= PLAIN[push]:

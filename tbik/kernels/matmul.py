@@ -256,7 +256,7 @@ def whole_kernel(
                 if NARROW == "some":  # noqa: SIM102  (decided when compiled, then when run)
                     if plain == 0:
                         value = arithmetic.narrow(value)
-                for _ in tl.static_range(INNER_ADDS[push]):
+                for _ in tl.static_range(tl.constexpr(INNER_ADDS[push])):
                     value = stack[len(stack) - 1] + value
                     stack = stack[: len(stack) - 1]
                     if NARROW == "always":
