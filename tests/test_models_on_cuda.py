@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_bitwise_equal
-from pretend_cuda import CUDA, Mixed, OnCuda, move, pretend
+from cases import wide_exponents
+from pretend_cuda import CUDA, Mixed, OnCuda, move, pretend, there
 from spawn import Pool
 from torch import Tensor
 
@@ -25,7 +26,7 @@ pytest.importorskip("transformers")
 from test_parallelize import LENGTHS, MODELS, PLAN, batch_of, sample_ids, stock
 
 import tbik
-from tbik import GradientTree, PlanError, TreePlan, collectives, gradients
+from tbik import GradientTree, PlanError, TreePlan, collectives, gradient_norm, gradients
 from tbik.huggingface import checkpoint
 from tbik.vocabulary import VocabParallel
 
@@ -160,6 +161,11 @@ def test_verify_gradient_tree() -> None:
         return {name: p.grad for name, p in parameters.items()}
 
     assert_as_on_the_cpu(model, accumulate, {})
+
+
+def test_verify_norm_of_gradients(cuda: None) -> None:
+    grads = [wide_exponents((5, 7), torch.float32, seed=seed) for seed in range(3)]
+    assert gradient_norm.norm(there(grad) for grad in grads) == gradient_norm.norm(grads) > 0
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------------
