@@ -17,10 +17,11 @@ all_gather and all_to_all, never one of its reductions).
 dtypes: covers fp32 or fp64. Plain bf16, fp16 and fp32 are summed in fp32, fp64 in fp64, rounded once at the root;
 int8..int64 and uint8 modulo 2^bits. Not differentiable: a requires_grad input is read as if detached.
 
-CPU tensors; CUDA tensors where all ranks run on one host and their devices can read each other (tbik.peer_memory): the
-same additions in one kernel on the caller's stream, int32 and int64 of the integers; on an error there the output is
-undefined, and the next call raises. The ranks' records always travel over the group's CPU backend. A bias on a device
-is not compared between the ranks, nor are node values there looked at before they are narrowed (wire=True).
+CPU tensors; CUDA tensors of one rank, whose device folds, and of ranks that all run on one host and whose devices can
+read each other (tbik.peer_memory): the same additions in one kernel on the caller's stream, int32 and int64 of the
+integers; on an error there the output is undefined, and the next call raises. The ranks' records and the bytes of
+all_gather always travel over the group's CPU backend. A bias on a device is not compared between the ranks, nor are
+node values there looked at before they are narrowed (wire=True).
 
 Errors: PlanError where a call is unsupported or the ranks disagree about it; raised on all ranks in the first call of a
 (group, plan, runs), whenever node lists are exchanged (`runs` absent), where equal-sized messages show it, and in every
@@ -55,7 +56,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from tbik import _C, __version__, peer_reductions, tree
+from tbik import _C, __version__, devices, peer_reductions, tree
 from tbik.errors import PlanError, TransportError, TransportTimeout
 from tbik.peer_memory import Order, Peers
 from tbik.plan import Run, TreePlan
@@ -191,12 +192,13 @@ def reduce(
 def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, same: Mapping[str, str] | None = None) -> Tensor:
     """gathered[r] = x of rank r, on every rank: bytes move, nothing is added.
 
-    x [...] dense CPU, alike in dtype and shape on all ranks -> [W, ...]. same: what else the ranks must agree on, by
-    name. group: as for all_reduce of a cover; None without a default group is this rank alone.
+    x [...] dense, on the CPU or CUDA, alike in dtype and shape on all ranks -> [W, ...] there; it travels over the
+    group's CPU backend. same: what else the ranks must agree on, by name. group: as for all_reduce of a cover; None
+    without a default group is this rank alone.
     Errors: PlanError on all ranks where they disagree, TransportTimeout, TransportError.
     """
-    if not _is_dense(x) or x.device.type != "cpu" or x.dtype not in (*_FLOATS, *_INTEGERS):
-        raise PlanError(f"all_gather: expected a dense CPU tensor of {_SUPPORTED}, got {_describe(x)}")
+    if not _is_dense(x) or x.dtype not in (*_FLOATS, *_INTEGERS):
+        raise PlanError(f"all_gather: expected a dense CPU or CUDA tensor of {_SUPPORTED}, got {_describe(x)}")
     with torch.no_grad():
         rows = x.detach().resolve_neg().reshape(1, -1)
         alone = group is None and not _has_default_group()
@@ -218,9 +220,9 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, same: Mappi
                 _require_same("all_gather", link.exchange({"terms": [*terms, number], "nodes": [], "refusal": ""}))
                 link.state.compared.add(("all_gather", None))
             link.sign(terms, (), "")
-            parts = _gather_covers(link, rows, [1] * link.size)
+            parts = _gather_covers(link, rows.cpu(), [1] * link.size)
             link.require_one_call("")
-            return torch.cat(parts).view(link.size, *x.shape)
+            return torch.cat(parts).view(link.size, *x.shape).to(x.device)
 
 
 def bytes_sent(group: dist.ProcessGroup | None = None) -> int:
@@ -241,7 +243,8 @@ def all_gather_bytes(send: Tensor, group: dist.ProcessGroup | None, collective: 
     link = _Link.open(group, collective)
     with link.call(), torch.no_grad():
         link.count()
-        return link.all_gather(send, "exchange of bytes")
+        # over the group's CPU backend, wherever the bytes are
+        return link.all_gather(send.cpu(), "exchange of bytes").to(send.device)
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -300,7 +303,7 @@ def _request(
         raise PlanError(f"{where}: dst must be a rank of the group, 0..{link.size - 1}, got {dst!r}")
     tensor = x.values if isinstance(x, Cover) else x
     if not _is_dense(tensor):
-        raise PlanError(f"{where}: expected a dense CPU tensor or a Cover, got {_describe(tensor)}")
+        raise PlanError(f"{where}: expected a dense CPU or CUDA tensor or a Cover, got {_describe(tensor)}")
     tensor = tensor.detach().resolve_neg()  # a pending negation is no part of the memory that the kernels read
     if isinstance(x, Cover):
         shape, nodes, leaves, acc_dtype = tensor.shape[1:], x.nodes, x.leaves, tensor.dtype
@@ -339,8 +342,8 @@ def _request(
         fits = fits and bias.device == tensor.device
         if integer or not shape or not fits:
             raise PlanError(
-                f"{where}: expected a dense floating-point CPU bias of {list(shape[-1:])} for a floating-point root of "
-                f"{list(shape)}, got {_describe(bias)}"
+                f"{where}: expected a dense floating-point bias of {list(shape[-1:])} on {tensor.device} for a "
+                f"floating-point root of {list(shape)}, got {_describe(bias)}"
             )
         bias = bias.detach().resolve_neg() if shape[-1] else None  # of an empty root
     if where == "reduce_scatter" and (not shape or shape[0] % link.size):
@@ -349,7 +352,7 @@ def _request(
         rows = shape if where == "all_reduce" else torch.Size([shape[0] // link.size, *shape[1:]])
         if not _is_dense(out) or out.dtype != out_dtype or out.shape != rows or out.device != tensor.device:
             raise PlanError(
-                f"{where}: expected out of {out_dtype} {list(rows)}, dense and on the CPU, got {_describe(out)}"
+                f"{where}: expected out of {out_dtype} {list(rows)}, dense and on {tensor.device}, got {_describe(out)}"
             )
         if not _is_injective(out):
             raise PlanError(
@@ -519,11 +522,14 @@ def _fold(order: Order, parts: Sequence[Tensor], request: _Request, bounds: Run)
         return tree.root(inputs, torch.add).clone()  # exact modulo 2^bits in any order, so no rule has to fix one
     bias = request.bias
     if bias is not None:
+        bias = bias.contiguous()
         if bounds[0] % bias.numel() == 0 and bounds[1] % bias.numel() == 0:
             inputs = [value.view(-1, bias.numel()) for value in inputs]
         else:
             bias = _periodic(bias, *bounds)
-    return _C.fold(inputs, order.schedule, request.average, bias, request.out_dtype).view(-1)
+    fold = devices.kernels_of(inputs[0]).fold
+    root: Tensor = fold(inputs, order.schedule, request.average, bias, request.out_dtype)
+    return root.view(-1)
 
 
 def _periodic(bias: Tensor, lo: int, hi: int) -> Tensor:
@@ -569,8 +575,6 @@ def _perform(
             if request.loss:
                 raise PlanError(request.loss)
             order = _order((request.nodes,), request.leaves, request.narrow)
-            if request.rows.device.type in peer_reductions.LIBRARIES:
-                return _on_peers(call, link, order, request, [len(request.nodes)]), link
             root = _fold(order, [request.rows], request, (0, request.shape.numel()))
             return _own(root, request.shape), link
         with link.call():
@@ -731,7 +735,6 @@ class _State:
 
 
 _states_lock = threading.Lock()
-_alone_peers: dict[torch.device, Peers] = {}  # of this rank alone, without a group
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, _State] = weakref.WeakKeyDictionary()
 
 
@@ -890,7 +893,7 @@ class _Link:
 
     def peers(self, device: torch.device) -> Peers:
         """The group's segments on its ranks' devices, made in its first call there. Errors: PlanError on all ranks."""
-        held = _alone_peers if self.group is None else self.state.peers
+        held = self.state.peers
         if device not in held:
             limit = self.limit()
             held[device] = peer_reductions.make(
@@ -898,7 +901,7 @@ class _Link:
                 device.index or 0,
                 self.rank,
                 self.size,
-                lambda key, record: [record] if self.size == 1 else self.exchange({"key": key, **record}),
+                lambda key, record: self.exchange({"key": key, **record}),
                 timeout_s=_PEER_LIMIT_S if limit is None else limit,
                 group=self.group,
             ).peers

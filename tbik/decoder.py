@@ -379,9 +379,10 @@ class Decoder:
         every_position: [T, V], one row per token. All ranks must make the same call and get the same logits.
         """
         lengths = self._check(chunks)
-        ids_T = torch.tensor([token for _, tokens in chunks for token in tokens])
+        device = self._embedding.device
+        ids_T = torch.tensor([token for _, tokens in chunks for token in tokens], device=device)
         positions_T = torch.cat(
-            [torch.arange(cache.length, cache.length + n) for (cache, _), n in zip(chunks, lengths)]
+            [torch.arange(cache.length, cache.length + n, device=device) for (cache, _), n in zip(chunks, lengths)]
         )
         sin_cos = self._rope_rows(positions_T)
         x = self._embed(ids_T)
@@ -392,7 +393,7 @@ class Decoder:
         for (cache, _), n in zip(chunks, lengths):
             cache.length += n
         if not every_position:
-            x = x[torch.tensor(lengths).cumsum(0) - 1]
+            x = x[torch.tensor(lengths, device=device).cumsum(0) - 1]
         return self._gather_vocab(self._lm_head(self._norm(x, self._final_norm)))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
@@ -453,8 +454,9 @@ class Decoder:
         needed = int(positions_T.max()) + 1
         if needed > self._tables[0].shape[0]:  # an entry depends on its own position only: growing changes no bit
             size = min(self.config.max_positions, max(256, 2 * needed))
-            frequencies = torch.tensor(inverse_frequencies(self.config), dtype=torch.float32)
-            self._tables = ops.rope_tables(torch.arange(size), frequencies)
+            device = positions_T.device
+            frequencies = torch.tensor(inverse_frequencies(self.config), dtype=torch.float32, device=device)
+            self._tables = ops.rope_tables(torch.arange(size, device=device), frequencies)
         sin, cos = self._tables
         return sin[positions_T], cos[positions_T]
 

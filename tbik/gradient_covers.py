@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tbik import _C, tree
+from tbik import _C, devices, tree
 from tbik.tree import Node
 
 
@@ -76,7 +76,8 @@ class Covers:
         if like is None:
             return None
         present = [torch.zeros_like(like) if value is None else value for value in values]
-        return _C.fold(present, schedule(nodes, leaves, self.narrow))
+        root: Tensor = devices.kernels_of(like).fold(present, schedule(nodes, leaves, self.narrow))
+        return root
 
     def root(self, key: Hashable) -> Tensor | None:
         """node(0, B); None if no node of the key was present."""
@@ -98,7 +99,7 @@ def fan_in(uses: Sequence[Tensor]) -> Tensor:
     """((u_n + u_(n-1)) + ...) + u_1 of the roots u_1, u_2, ... u_n (S4)."""
     total = uses[-1]
     for use in reversed(uses[:-1]):
-        total = _C.fold([total, use], schedule((Node(0, 0), Node(0, 1)), 2, False))
+        total = devices.kernels_of(total).fold([total, use], schedule((Node(0, 0), Node(0, 1)), 2, False))
     return total
 
 

@@ -5,7 +5,8 @@
 
 A square of an fp32 number has 48 bits, so sums of integers per exponent are exact, and ranks add integers: no order, no
 layout. inf or NaN among the elements gives inf or NaN. Letters: g a gradient, fp32, any shape.
-Errors: PlanError for other dtypes. Bits: layout-invariant (tests/test_fsdp.py).
+Gradients on CUDA are copied to the CPU. Errors: PlanError for other dtypes.
+Bits: layout-invariant (tests/test_fsdp.py).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 def _exact_squares(x: Tensor) -> tuple[int, int]:
     """(sum of x^2 in units of 2^-298, flags)."""
-    low, high, has_nan, has_infinite = _C.square_sum(x.contiguous())
+    # on the CPU, the only place with the kernel: an exact sum is the same wherever it is made
+    low, high, has_nan, has_infinite = _C.square_sum(x.cpu().contiguous())
     total = sum(
         (low_half | high_half << 64) << 2 * (exponent - 1)
         for exponent, (low_half, high_half) in enumerate(zip(low, high))

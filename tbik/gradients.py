@@ -76,8 +76,13 @@ class MicroStep(NamedTuple):
     samples: range
 
     def backward(self, outputs: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor] | None = None) -> None:
-        """torch.autograd.backward(outputs, gradient) after GradientTree.watch(outputs)."""
+        """torch.autograd.backward(outputs, gradient) after GradientTree.watch(outputs).
+
+        A scalar gradient (`upstream`) is taken to the device of its output.
+        """
         self.tree.watch(outputs)
+        if isinstance(outputs, Tensor) and isinstance(gradient, Tensor) and not gradient.dim():
+            gradient = gradient.to(outputs.device)
         torch.autograd.backward(outputs, gradient)
 
 
@@ -150,6 +155,12 @@ class GradientTree:
         self._parameters = _named(where, parameters)
         for name, parameter in self._parameters.items():
             self._require_parameter(name, parameter)
+        found = sorted({str(parameter.device) for parameter in self._parameters.values()})
+        if self._ranks.size > 1 and len(found) > 1:
+            raise PlanError(
+                f"{where}: the parameters are on {', '.join(found)}, and the ranks send them together; move the whole "
+                "model to one device"
+            )
         self._names = list(self._parameters)
         self._positions: dict[int, int] = {}  # by id; kept alive by what takes their gradients
         self._shards = [Shard.of(parameter, self._ranks.shards) for parameter in self._parameters.values()]
@@ -417,7 +428,7 @@ class GradientTree:
                 f"expected {self._acc_dtype}. Keep an fp32 master weight and give the operator compute_dtype"
             )
         if not _is_dense(grad) or grad.shape != parameter.shape:
-            raise PlanError(f"{where}: {name}: expected a dense CPU gradient like the parameter, got {grad.shape}")
+            raise PlanError(f"{where}: {name}: expected a dense gradient like the parameter, got {grad.shape}")
         grad = grad.detach()
         if self._first_step:
             self._look_for_rounding(key, name, grad)
@@ -521,7 +532,11 @@ class GradientTree:
             return fan_in(uses)
         shard = self._shards[position]
         shape = shard.shape if self._ranks.size == 1 else (shard.width,)
-        return torch.zeros(shape, dtype=self._acc_dtype)
+        return torch.zeros(shape, dtype=self._acc_dtype, device=self._device(position))
+
+    def _device(self, position: int) -> torch.device:
+        """Where the parameter is now: a model may move between steps."""
+        return list(self._parameters.values())[position].device
 
     def _use_roots(self, position: int) -> list[Tensor]:
         """The root of each use that had a gradient in this step, ascending."""
@@ -561,7 +576,8 @@ class GradientTree:
     def _rows(self, values: list[list[Tensor | None]], keys: list[UseKey]) -> Tensor:
         """[C, S, N]: values[key][c], node c of each use, cut over the shards; absent ones are +0."""
         widths = self._widths(keys)
-        rows_CSN = torch.empty(len(values[0]), self._ranks.shards, sum(widths), dtype=self._acc_dtype)
+        shape = (len(values[0]), self._ranks.shards, sum(widths))
+        rows_CSN = torch.empty(shape, dtype=self._acc_dtype, device=self._device(keys[0].parameter))
         for nodes, key, part_CSN in zip(values, keys, torch.split(rows_CSN, widths, 2), strict=True):
             for value, part_SN in zip(nodes, part_CSN, strict=True):
                 if value is None:
@@ -635,7 +651,10 @@ class GradientTree:
     def _require_parameter(self, name: str, parameter: Tensor) -> None:
         where = "GradientTree"
         if not _is_dense(parameter) or not parameter.is_leaf:
-            raise PlanError(f"{where}: {name}: expected a dense CPU parameter, got {type(parameter).__name__}")
+            raise PlanError(
+                f"{where}: {name}: expected a dense CPU or CUDA parameter, got {type(parameter).__name__} on "
+                f"{parameter.device}"
+            )
         narrower = parameter.dtype in (torch.bfloat16, torch.float16) and self._acc_dtype == torch.float32
         if parameter.dtype != self._acc_dtype and not (narrower and hasattr(Tensor, "grad_dtype")):
             raise PlanError(

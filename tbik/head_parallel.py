@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tbik import _C, tree
+from tbik import _C, devices, tree
 from tbik.collectives import all_gather_bytes
 from tbik.errors import PlanError
 from tbik.nn import _differentiable_once
@@ -96,7 +96,9 @@ class Heads:
             for offset, node in enumerate(tree.cover(*runs[head - lo][1:])):
                 values.append(gathered[rank, :, start + offset].contiguous())
                 nodes.append((node.level, node.index))
-        return _C.fold(values, _C.nodes_schedule(nodes, self.queries_per_kv))[:, None]
+        fold = devices.kernels_of(gathered).fold
+        root: Tensor = fold(values, _C.nodes_schedule(nodes, self.queries_per_kv))
+        return root[:, None]
 
     def norm_grad(
         self, dy: Tensor, x: Tensor, eps: float, samples: Sequence[int], runs: Sequence[Run], held: Run

@@ -12,7 +12,7 @@ the same order; the first call compares plan and runs. Sharded modules are eager
 and fullgraph=True refuses.
 
 Suffixes: M rows, K input features, N output features, k and n this rank's share of them. Weights may be fp32 masters of
-a bf16 or fp16 `compute_dtype`; their gradients then are fp32 (S2). CPU tensors.
+a bf16 or fp16 `compute_dtype`; their gradients then are fp32 (S2). CPU and CUDA tensors.
 Errors: PlanError at construction; in a call those of tbik.ops and tbik.collectives.
 Bits: layout-invariant and batch-invariant, forward and backward (tests/test_nn.py::test_verify_tensor_parallel_worlds).
 """
@@ -555,6 +555,7 @@ def _compare_ranks(sharding: _Sharding) -> None:
 
     Without it a group whose dX nobody asks for would never notice ranks that differ.
     """
+    # on the CPU, wherever the weights are: what is compared are records, which travel over the CPU backend
     nothing = torch.zeros(len(tree.cover(*sharding.run)), 1, dtype=acc_dtype(sharding.plan))
     all_reduce(sharding.cover(nothing), sharding.group, plan=sharding.plan, runs=sharding.runs)
 

@@ -173,6 +173,11 @@ def freeze(module: M, *, release: bool = False, allow_tied: bool = False) -> M:
             weight = getattr(sub, name)
             if isinstance(weight, FrozenWeight):
                 continue
+            if weight.device.type == "cuda":
+                raise PlanError(
+                    f"freeze: {type(sub).__name__}.{name} is on {weight.device}, and packs are for the CPU's kernels; "
+                    "CUDA's read weights as they are, so leave the model as it is, or model.cpu() first"
+                )
             if type(weight) not in (Tensor, torch.nn.Parameter):
                 raise PlanError(
                     f"freeze: {type(sub).__name__}.{name} is a {type(weight).__name__}; expected a plain parameter. "

@@ -16,7 +16,7 @@ Suffixes: V the whole vocabulary, v this rank's columns. Every rank of the group
 with the same rows, k and targets (a digest of the targets is compared; another number of rows or another k shows with
 TBIK_CHECK=1, see tbik.collectives); results per row are the same on every rank. The upstream gradient of a result that
 all ranks hold is taken from this rank alone: it is one value, not one per rank.
-Eager: torch.compile breaks its graph here. CPU tensors.
+Eager: torch.compile breaks its graph here. CPU and CUDA tensors.
 Errors: PlanError at construction or before a message; TransportTimeout and TransportError as in tbik.collectives.
 Bits: layout-invariant and batch-invariant (tests/test_vocabulary.py).
 """
@@ -184,10 +184,10 @@ class VocabParallel:
         local, picked = row_max(logits), pick(logits, ids[..., None], first)[..., 0]
         if self.sharding.size == 1:
             return local, picked
-        digest = hashlib.blake2b(ids.contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+        digest = hashlib.blake2b(ids.cpu().contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
         same = {"digest of the ids": digest, "ignored id": str(ignored)}
         gathered = all_gather(torch.stack([local, picked]), self.sharding.group, same=same)
-        ends = torch.tensor([end for _, end in self.bounds])
+        ends = torch.tensor([end for _, end in self.bounds], device=ids.device)
         owner = torch.bucketize(ids, ends, right=True).clamp_(max=self.sharding.size - 1)
         return row_max(gathered[:, 0].movedim(0, -1)), gathered[:, 1].gather(0, owner[None])[0]
 
@@ -203,8 +203,8 @@ class VocabParallel:
     def _require(self, name: str, logits: Tensor) -> None:
         where = f"VocabParallel.{name}"
         require_rows(where, logits, self.sharding.plan.leaves, "logits")
-        if logits.device.type != "cpu":
-            raise PlanError(f"{where}: logits is on {logits.device}, kernels exist for cpu; use logits.cpu()")
+        if logits.device.type not in ("cpu", "cuda"):
+            raise PlanError(f"{where}: logits is on {logits.device}, kernels exist for cpu and cuda; use logits.cpu()")
         first, end = self.columns
         if logits.shape[-1] != end - first:
             raise PlanError(

@@ -639,7 +639,7 @@ def test_verify_bad_arguments_are_refused() -> None:
         "at least one parameter": lambda: GradientTree([], samples_per_step=8),
         "expected a parameter, got int": lambda: GradientTree([3], samples_per_step=8),
         "expected torch.float32": lambda: GradientTree([narrow], samples_per_step=8),
-        "a dense CPU parameter": lambda: GradientTree([w * 2], samples_per_step=8),
+        "a dense CPU or CUDA parameter": lambda: GradientTree([w * 2], samples_per_step=8),
         "expected a parameter, got a tensor that some": lambda: use(w * 2, 0),
         "an integer >= 0": lambda: use(w, -1),
         "total_tokens is an integer": lambda: upstream(0),

@@ -213,11 +213,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "ids": (lambda: ONE.logprobs(X, torch.tensor([-1, 0])), r"ids\[0\] = -1 is outside"),
     "offsets": (lambda: ONE.cross_entropy(X, T, sample_offsets=[0, 3]), "ascend from 0 to the 2 rows"),
     "k": (lambda: ONE.top_logprobs(X, 49), r"k is an integer 1..48 .*got 49"),
-    "meta logits": (lambda: ONE.softmax(X.to("meta")), "logits is on meta, kernels exist for cpu"),
+    "meta logits": (lambda: ONE.softmax(X.to("meta")), "logits is on meta, kernels exist for cpu and cuda"),
     "meta targets": (lambda: ONE.cross_entropy(X, T.to("meta")), "logits is on cpu, targets on meta"),
     "ignored id of 65 bits": (lambda: ONE.token_losses(X, T, 2**64), "ignore_index is an integer of 64 bits"),
-    "gather of a list": (lambda: all_gather([1.0]), "all_gather: expected a dense CPU tensor"),  # type: ignore[arg-type]
-    "gather of bools": (lambda: all_gather(X > 0), "all_gather: expected a dense CPU tensor"),
+    "gather of a list": (lambda: all_gather([1.0]), "all_gather: expected a dense CPU or CUDA tensor"),  # type: ignore[arg-type]
+    "gather of bools": (lambda: all_gather(X > 0), "all_gather: expected a dense CPU or CUDA tensor"),
 }
 
 

@@ -61,12 +61,13 @@ def attention_forward(
         offsets = cu_seq_lens_q.tolist()
     # positions are known to the caller's rope; here they only say where packed sequences begin
     packs = position_ids if mask is None and length == width and offsets is None else None
-    rows = rows_of(batch, width, length - width, mask, packs, offsets)
+    rows = rows_of(batch, width, length - width, mask, packs, offsets, query.device)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     q = rows.pack(q)
+    starts_q = torch.tensor(rows.samples, device=q.device)
     if rows.live is None:
         k, v = (t.reshape(batch * length, *t.shape[2:]) for t in (k, v))
-        starts_k = torch.arange(batch + 1) * length if length != width else torch.tensor(rows.samples)
+        starts_k = torch.arange(batch + 1, device=q.device) * length if length != width else starts_q
     else:
         places = rows.live.reshape(-1).nonzero()[:, 0]
         k, v = (t.reshape(batch * length, *t.shape[2:]).index_select(0, places) for t in (k, v))
@@ -75,8 +76,8 @@ def attention_forward(
         q,
         k,
         v,
-        torch.tensor(rows.samples, device=q.device),
-        starts_k.to(q.device),
+        starts_q,
+        starts_k,
         scale=scaling,
         window=sliding_window,
         softcap=softcap,

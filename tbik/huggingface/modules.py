@@ -122,7 +122,7 @@ class VocabEmbedding(torch.nn.Module):
         if setting.size > 1:
             x = _AddRanks.apply(setting, x)  # type: ignore[no-untyped-call]
         # Gemma's factor, rounded to the dtype of x as there: one product per element
-        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype)
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
 
     def extra_repr(self) -> str:
         first, end = self.setting.vocabulary.columns
@@ -341,21 +341,21 @@ class Attention(torch.nn.Module):
         )  # [B, G, S, D]
         keys, values = (t if t.stride(3) == 1 else t.contiguous() for t in stored)
         batch, _, width, _ = keys.shape
-        lengths = torch.full((batch,), width) if call.lengths is None else call.lengths
+        lengths = torch.full((batch,), width, device=q.device) if call.lengths is None else call.lengths
         if call.slots is None:
-            table = torch.arange(batch)[:, None]
+            table = torch.arange(batch, device=q.device)[:, None]
             key_pages, value_pages = keys.transpose(1, 2), values.transpose(1, 2)
         else:
             keys, values = (t if t.is_contiguous() else t.contiguous() for t in (keys, values))
             # slots of one token: page p begins p tokens after the first one, so a table may skip the padding
             key_pages, value_pages = _token_pages(keys), _token_pages(values)
-            table = torch.arange(batch)[:, None] * (keys.shape[1] * width) + call.slots
+            table = torch.arange(batch, device=q.device)[:, None] * (keys.shape[1] * width) + call.slots
         return ops.paged_attention(
             q,
             key_pages,
             value_pages,
-            table.to(q.device),
-            lengths.to(q.device),
+            table,
+            lengths,
             torch.tensor(rows.samples, device=q.device),
             scale=self.options.scale,
             window=self.options.window,
@@ -460,7 +460,7 @@ class DecoderModel:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         cache = self._cache(where, past_key_values, use_cache, training)
         past = 0 if cache is None else cache.get_seq_length()
-        rows = rows_of(given.shape[0], given.shape[1], past, attention_mask, position_ids, sample_offsets)
+        rows = rows_of(given.shape[0], given.shape[1], past, attention_mask, position_ids, sample_offsets, given.device)
         if cache is not None:
             cache = self._cache_of(where, cache, rows, wanted=bool(use_cache) or past_key_values is not None)
         packed = rows.pack(given)
@@ -468,7 +468,7 @@ class DecoderModel:
             self._require_ids(where, packed)
         x = packed if input_ids is None else model.embed_tokens(packed, rows.samples)
         tables = {
-            kind: ops.rope_tables(rows.positions, of.inv_freq, scale=of.scale)
+            kind: ops.rope_tables(rows.positions, of.inv_freq.to(given.device), scale=of.scale)
             for kind, of in self.setting.frequencies.items()
         }
         slots = lengths = None
@@ -521,10 +521,12 @@ class DecoderModel:
         expected = (rows.batch, heads[1] - heads[0], rows.past, setting.shape.head_dim)
         for index, layer in enumerate(cache.layers):
             keys = cast(Any, layer).keys
-            if rows.past and (tuple(keys.shape) != expected or keys.dtype != compute):
+            device = rows.positions.device
+            if rows.past and (tuple(keys.shape) != expected or keys.dtype != compute or keys.device != device):
                 raise PlanError(
-                    f"{where}: layer {index} of the cache holds keys {keys.dtype} {list(keys.shape)}, this call needs "
-                    f"{compute} {list(expected)} (B, KV heads of this rank, cached tokens, head_dim)"
+                    f"{where}: layer {index} of the cache holds keys {keys.dtype} {list(keys.shape)} on {keys.device}, "
+                    f"this call needs {compute} {list(expected)} on {device} (B, KV heads of this rank, cached tokens, "
+                    "head_dim)"
                 )
         if rows.live is not None:
             cache.tbik_has_padding = True  # type: ignore[attr-defined]
@@ -633,7 +635,8 @@ class CausalModel:
             targets = rows.targets(labels)
             local = model.lm_head(y, rows.samples)
             total, count = self.setting.vocabulary.cross_entropy(local, targets, sample_offsets=list(rows.samples))
-            loss = total * _reciprocal(count if num_items_in_batch is None else num_items_in_batch)
+            scale = _reciprocal(count if num_items_in_batch is None else num_items_in_batch)
+            loss = total * scale.to(total.device)
             logits = None if model.training else rows.unpack(self._gather(local.detach()))
         else:
             kept, width, places = rows.keep(logits_to_keep)

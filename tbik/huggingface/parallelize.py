@@ -37,6 +37,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from tbik import ops
+from tbik.devices import CPU_AND_CUDA
 from tbik.errors import PlanError
 from tbik.head_parallel import HeadOptions
 from tbik.huggingface.modules import (
@@ -163,6 +164,9 @@ def parallelize(
     _require_apart(parameters)
     if any(parameter.device.type == "meta" for parameter in parameters.values()):
         _refuse("the model's weights are on the meta device; tbik.load_checkpoint(folder) reads them, each its shard")
+    found = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(found) > 1:
+        _refuse(f"the model's weights are on {', '.join(found)}; move all of it to one device, model.to({found[0]!r})")
 
     def read(name: str, part: Part, rank: int) -> torch.nn.Parameter:
         whole = parameters[name]
@@ -305,8 +309,11 @@ def _refuse_changed(model: Any, family: Family) -> None:
         _refuse("the model is quantised; load it in bfloat16, float16 or float32")
     if getattr(model, "_tp_size", None) not in (None, 1) or getattr(model, "_device_mesh", None) is not None:
         _refuse("the model is tensor-parallel already (tp_plan); load it without")
-    if getattr(model, "hf_device_map", None):
-        _refuse("the model is spread over devices (device_map); load it without")
+    spread = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(spread) > 1 or "disk" in spread:  # of one device it leaves no hooks
+        _refuse(
+            f"the model is spread over devices (device_map: {', '.join(spread)}); load it without, or for one device"
+        )
     expected = _expected_types(family)
     for name, module in model.named_modules():
         kind = type(module)
@@ -360,8 +367,8 @@ def _require_parameter(name: str, parameter: Tensor) -> None:
         _refuse(f"{name} is a {type(parameter).__name__}, expected a plain parameter (no DTensor, no quantised tensor)")
     if parameter.dtype not in DTYPES:
         _refuse(f"{name} is {parameter.dtype}; expected bfloat16, float16 or float32")
-    if parameter.device.type not in ("cpu", "meta"):
-        _refuse(f"{name} is on {parameter.device}; this version has CPU kernels only, use model.cpu()")
+    if parameter.device.type not in CPU_AND_CUDA:
+        _refuse(f"{name} is on {parameter.device}; kernels exist for cpu and cuda, use model.cpu() or model.cuda()")
     if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
         _refuse(f"{name} has gradient hooks, which would be lost; register them after parallelize")
 

@@ -55,7 +55,8 @@ class Rows:
 
         Errors: PlanError unless it is a number >= 0 (0: all) or an integer tensor of columns.
         """
-        columns = torch.arange(self.width)
+        device = self.positions.device
+        columns = torch.arange(self.width, device=device)
         if isinstance(logits_to_keep, Tensor):
             listed = logits_to_keep
             if listed.dim() != 1 or not _is_integral(listed) or not bool((listed.abs() < max(self.width, 1)).all()):
@@ -63,7 +64,7 @@ class Rows:
                     f"parallelize: logits_to_keep lists columns below {self.width} in a 1-D integer tensor, got "
                     f"{listed.dtype} {list(listed.shape)}"
                 )
-            kept = columns[listed]
+            kept = columns[listed.to(device)]  # a choice of the host's: wherever it stands
         elif isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise PlanError(
                 f"parallelize: logits_to_keep is a number >= 0 (0: all) or a tensor of columns, got {logits_to_keep!r}"
@@ -72,9 +73,9 @@ class Rows:
             return None, self.width, self.index
         else:
             kept = columns[-logits_to_keep:]
-        places = torch.full((self.batch * self.width,), -1, dtype=torch.int64)
-        count = len(self.positions)
-        places[torch.arange(self.batch * self.width) if self.index is None else self.index] = torch.arange(count)
+        places = torch.full((self.batch * self.width,), -1, dtype=torch.int64, device=device)
+        numbers = torch.arange(len(self.positions), device=device)
+        places[numbers if self.index is None else self.index] = numbers
         chosen = places.view(self.batch, self.width)[:, kept].reshape(-1)
         real = (chosen >= 0).nonzero()[:, 0]
         return chosen[real], len(kept), None if len(real) == len(chosen) else real
@@ -88,8 +89,9 @@ class Rows:
         _require_integral(where, labels)
         if tuple(labels.shape) != (self.batch, self.width):
             raise PlanError(f"{where}: expected {[self.batch, self.width]}, as the ids, got {list(labels.shape)}")
+        _require_device(where, labels, self.positions.device)
         if self.index is not None:
-            padded = torch.ones(labels.numel(), dtype=torch.bool)
+            padded = torch.ones(labels.numel(), dtype=torch.bool, device=labels.device)
             padded[self.index] = False
             if bool((labels.reshape(-1)[padded] != IGNORE_INDEX).any()):
                 raise PlanError(
@@ -111,14 +113,17 @@ def rows_of(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     sample_offsets: Sequence[int] | None = None,
+    device: torch.device | None = None,
 ) -> Rows:
     """What the arguments of a call say about its tokens.
 
     attention_mask [B, P + T], 1 for a real token; left, right or any padding. position_ids [B, T] or [1, T]: must be
     the index of each token in its own sequence; where they restart at 0 (without a mask and a cache) a new sequence
-    begins. sample_offsets: the same said directly, of the flattened ids.
+    begins. sample_offsets: the same said directly, of the flattened ids. device: that of the ids (default: the CPU),
+    where the rows' tensors are made; mask and position_ids must be there.
     """
     where = "parallelize"
+    device = torch.device("cpu") if device is None else device
     if not batch:
         raise PlanError(f"{where}: expected ids [B, T] of one row at least, got {[batch, width]}")
     if not width and sample_offsets is None and attention_mask is None:
@@ -128,8 +133,9 @@ def rows_of(
         )
     if position_ids is not None:
         _require_integral(f"{where}: position_ids", position_ids)
+        _require_device(f"{where}: position_ids", position_ids, device)
     if sample_offsets is not None:
-        return _packed(batch, width, past, attention_mask, position_ids, sample_offsets)
+        return _packed(batch, width, past, attention_mask, position_ids, sample_offsets, device)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch, past + width):
             shape = list(getattr(attention_mask, "shape", [])) or type(attention_mask).__name__
@@ -137,6 +143,7 @@ def rows_of(
                 f"{where}: attention_mask is [B, cached + T] = {[batch, past + width]}, 1 for a real token, got "
                 f"{shape}; masks of other forms are not supported (packed rows: sample_offsets)"
             )
+        _require_device(f"{where}: attention_mask", attention_mask, device)
         live = attention_mask != 0
         if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
             raise PlanError(f"{where}: attention_mask holds 0 and 1 only")
@@ -145,8 +152,8 @@ def rows_of(
     if position_ids is not None and attention_mask is None and not past:
         starts = _restarts(batch, width, position_ids)
         if starts is not None:
-            return _packed(batch, width, past, None, position_ids, starts)
-    positions = torch.arange(past, past + width)
+            return _packed(batch, width, past, None, position_ids, starts, device)
+    positions = torch.arange(past, past + width, device=device)
     _require_positions(position_ids, positions.expand(batch, width), None)
     samples = tuple(range(0, batch * width + 1, width)) if width else (0,) * (batch + 1)
     return Rows(batch, width, past, None, positions.repeat(batch), samples, None)
@@ -169,6 +176,7 @@ def _packed(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     sample_offsets: Sequence[int],
+    device: torch.device,
 ) -> Rows:
     where = "parallelize: sample_offsets"
     if past:
@@ -185,7 +193,8 @@ def _packed(
         raise PlanError(f"{where}: ascend from 0 to the {batch * width} tokens of the call, got {offsets[:8]}")
     lengths = torch.tensor([end - first for first, end in itertools.pairwise(offsets)], dtype=torch.int64)
     firsts = torch.tensor(offsets[:-1], dtype=torch.int64)
-    positions = torch.arange(batch * width) - firsts.repeat_interleave(lengths)
+    # of offsets, which the host has: made there and sent once
+    positions = (torch.arange(batch * width) - firsts.repeat_interleave(lengths)).to(device)
     _require_positions(position_ids, positions.reshape(batch, width), None)
     return Rows(batch, width, 0, None, positions, tuple(offsets), None)
 
@@ -211,6 +220,13 @@ def _is_integral(x: Tensor) -> bool:
 def _require_integral(where: str, x: Any) -> None:
     if not isinstance(x, Tensor) or not _is_integral(x):
         raise PlanError(f"{where}: expected an integer tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+
+
+def _require_device(where: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise PlanError(
+            f"{where}: expected on {device}, where the ids are, got on {x.device}; use .to({str(device)!r})"
+        )
 
 
 def _require_positions(given: Tensor | None, expected: Tensor, real: Tensor | None) -> None:
