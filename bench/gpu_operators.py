@@ -50,10 +50,14 @@ def on_device(setting: Setting) -> Iterator[None]:
     from tbik.kernels import attention
 
     table = attention.attention_tile
+
+    def small_tile(*given: Any, **masks: Any) -> Any:
+        return table(*given, **masks)._replace(rows=4, keys=64)
+
     builder, create_fma = exact_builder()
     with (
         mock.patch.object(devices, "is_cuda", lambda t: asked.append(t) or True),
-        mock.patch.object(attention, "attention_tile", lambda *given: table(*given)._replace(rows=4, keys=64)),
+        mock.patch.object(attention, "attention_tile", small_tile),
         mock.patch.object(builder, "create_fma", create_fma),
     ):
         yield
