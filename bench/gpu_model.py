@@ -2,9 +2,9 @@
 
 Llama's shape (grouped queries, rope, gated MLP, two norms a layer), of the layers that tbik.parallelize puts into a
 model: ColumnParallelGroup, RowParallelLinear, ops.rope_attention, add_rms_norm, silu_and_mul, embedding. The model is
-written here because tbik.parallelize takes CPU tensors only; the head is whole on every rank for the same reason
-(tbik.vocabulary). fp32 master weights, products in bf16. Sums of ranks: covers over CUDA IPC, in groups of the backend
-"tbik"; in a dry run CPU tensors over its CPU transport, at TP 1 and 2.
+written here from those layers, so that the part needs no transformers; the head is whole on every rank. fp32 master
+weights, products in bf16. Sums of ranks: covers over CUDA IPC, in groups of the backend "tbik"; in a dry run CPU
+tensors over its CPU transport, at TP 1 and 2.
 
 Compared in bits: log-probabilities of every token, and after backward every parameter's gradient, put together from the
 ranks' shards; TP W = TP 1, by leaf fma and by mma; fma at TP 1 also = the CPU. Beside it the same shards in plain torch

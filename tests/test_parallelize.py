@@ -304,6 +304,30 @@ def test_verify_generate_with_and_without_a_cache(options: dict[str, Any]) -> No
     assert found[0] == found[1]
 
 
+def test_verify_attention_has_the_plans_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward and decoding with a cache ask for attention under the model's plan (its leaf: K6)."""
+    from tbik import head_parallel, ops
+
+    plans: dict[str, set[Any]] = {}
+
+    def record(place: Any, name: str) -> None:
+        stock_function = getattr(place, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            plans.setdefault(name, set()).add(kwargs.get("plan"))
+            return stock_function(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, call)
+
+    record(head_parallel, "attention_forward")
+    record(head_parallel, "attention_backward")
+    record(ops, "paged_attention")
+    model = tbik.parallelize(stock("llama"), plan=PLAN)
+    train_step(model, batch_of(range(1)).packed())
+    generate(model.eval(), 2)
+    assert plans == {name: {PLAN} for name in ("attention_forward", "attention_backward", "paged_attention")}
+
+
 def test_verify_right_padding_with_a_cache() -> None:
     """A chunk after a right-padded prompt: slots with padding between them."""
     model = tbik.parallelize(stock("llama"), plan=PLAN)

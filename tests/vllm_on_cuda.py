@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library
 
 EXTENSIONS = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C")
 QUESTIONS = {
@@ -100,11 +101,11 @@ def pretend(engine: bool = False) -> Any:
     return GpuOfTests
 
 
-_libraries: dict[str, torch.library.Library] = {}
+_libraries: dict[str, library.Library] = {}
 
 
-def _library(name: str) -> torch.library.Library:
-    return _libraries.setdefault(name, torch.library.Library(name, "FRAGMENT"))
+def _library(name: str) -> library.Library:
+    return _libraries.setdefault(name, library.Library(name, "FRAGMENT"))
 
 
 def _main(task: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], results: Any) -> None:
